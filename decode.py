@@ -1,0 +1,506 @@
+"""The one generation loop: prefill, then rounds of step -> commit -> stop -> stream, until every row has ended.
+
+    state of a row     tokens  [ prompt ............ | new ...... ]     `length` = len(tokens), all committed
+                       cache   [ length - 1 positions held        ]     the last token has not been run yet
+    a round            step(batch, rows, plain) -> a Block of tokens per row; commit keeps what comes before a stop
+
+A step that emits one plain token is all that `generate` needs. Speculation and early exit supply other steps
+(speculative.py, early_exit.py), never another loop.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+import torch
+
+import kernels
+from model import GPT, KVCache
+
+PREFILL_CHUNK = 512  # tokens per pass while reading a prompt: bounds the (T, S) scores
+
+
+@dataclass
+class SamplingParams:
+    """How tokens are drawn: penalty -> bias -> temperature -> top-k -> top-p -> min-p, then where decoding stops."""
+
+    max_new_tokens: int = 100
+    temperature: float = 1.0  # 0 is argmax
+    top_k: int = 0  # 0 is off; ties at the cut are kept
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | Sequence[int] = 0  # row i uses seed + i; or one seed per row
+    stop_tokens: Sequence[int] = ()
+    stop_strings: Sequence[str] = ()
+
+    def __post_init__(self):
+        def need(ok: bool, name: str, allowed: str):
+            if not ok:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be {allowed}")
+
+        def real(x):
+            return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+        def whole(x):
+            return isinstance(x, int) and not isinstance(x, bool)
+
+        need(whole(self.max_new_tokens) and self.max_new_tokens >= 0, "max_new_tokens", "an integer >= 0")
+        need(real(self.temperature) and self.temperature >= 0, "temperature", "a number >= 0 (0 is greedy)")
+        need(whole(self.top_k) and self.top_k >= 0, "top_k", "an integer >= 0 (0 is off)")
+        need(real(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 is off)")
+        need(real(self.min_p) and 0 <= self.min_p <= 1, "min_p", "from 0 to 1 (0 is off)")
+        need(real(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "above 0 (1 is off)")
+        good_bias = isinstance(self.logit_bias, dict) and all(
+            whole(i) and i >= 0 and (real(b) or b == -math.inf) for i, b in self.logit_bias.items()
+        )
+        need(good_bias, "logit_bias", "{token id: number or -inf}")
+        seeds = [self.seed] if whole(self.seed) else self.seed
+        need(isinstance(seeds, (list, tuple)) and all(map(whole, seeds)), "seed", "an integer, or one per row")
+        for name, what in (("stop_tokens", "a list of token ids"), ("stop_strings", "a list of non-empty strings")):
+            need(isinstance(getattr(self, name), (list, tuple, set, frozenset)), name, what)
+        need(all(whole(t) and t >= 0 for t in self.stop_tokens), "stop_tokens", "a list of token ids")
+        need(all(isinstance(s, str) and s for s in self.stop_strings), "stop_strings", "a list of non-empty strings")
+
+    def row_seeds(self, n_rows: int) -> list[int]:
+        """One seed per row, as signed 64-bit integers."""
+        if isinstance(self.seed, int):
+            seeds = [self.seed + i for i in range(n_rows)]
+        elif len(self.seed) != n_rows:
+            raise ValueError(f"seed has {len(self.seed)} values for {n_rows} prompts: give one integer, or one per row")
+        else:
+            seeds = list(self.seed)
+        return [(s + 2**63) % 2**64 - 2**63 for s in seeds]
+
+
+@dataclass
+class DecodeStats:
+    """Counters of one row; times in seconds. Prefill counts as no round and no pass."""
+
+    rounds: int = 0
+    target_passes: int = 0
+    drafted: int = 0  # verified drafts, rejected ones too; not those behind a stop
+    accepted: int = 0
+    corrected: int = 0
+    bonus: int = 0
+    plain: int = 0
+    exited: int = 0
+    accepted_histogram: list[int] = field(default_factory=list)  # [i]: rounds that accepted i drafts
+    drafted_histogram: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    drafted_by_position: list[int] = field(default_factory=list)
+    exit_histogram: dict[int, int] = field(default_factory=dict)  # {layers that ran before the exit: tokens}
+    layer_passes: int = 0  # layers run, drafting by exits and flushes included, however many rows rode along
+    audited: int = 0  # exited tokens that the full head judged later
+    audit_disagreed: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    first_token_seconds: float | None = None  # from the call, prefill included
+    token_seconds: list[float] = field(default_factory=list)  # time of each token since the one before it
+    seconds: float = 0.0  # from the call to the row's last token
+
+    @property
+    def tokens(self) -> int:
+        return self.accepted + self.corrected + self.bonus + self.plain + self.exited
+
+    @property
+    def mean_layers(self) -> float | None:
+        return self.layer_passes / self.tokens if self.tokens else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decoding speed behind the first round, which pays for prefill; None for fewer than two tokens."""
+        elapsed = sum(self.token_seconds[1:])
+        return (self.tokens - 1) / elapsed if self.tokens > 1 and elapsed > 0 else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def alpha(self) -> float | None:
+        """Chance that the next draft is accepted, given that it was judged: the acceptance that papers speak of."""
+        judged = self.accepted + self.corrected
+        return self.accepted / judged if judged else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        return self.tokens / self.rounds if self.rounds else None
+
+    def to_dict(self) -> dict:
+        names = ("tokens", "mean_layers", "tokens_per_second", "acceptance_rate", "alpha", "mean_accepted_length")
+        return asdict(self) | {name: getattr(self, name) for name in names}
+
+    def add_block(self, block: Block, kept: int) -> None:
+        """Count a round of which the first `kept` tokens were committed."""
+        sources = block.sources[:kept]
+        n_accepted = sources.count("draft")
+        # a stop inside the accepted drafts hides all that was drafted behind it
+        n_drafted = block.n_drafted if kept == len(block.tokens) else min(block.n_drafted, kept)
+        self.rounds += 1
+        self.target_passes += 1
+        self.layer_passes += block.layer_passes
+        self.drafted += n_drafted
+        self.accepted += n_accepted
+        self.corrected += sources.count("corrected")
+        self.bonus += sources.count("bonus")
+        self.plain += sources.count("plain")
+        self.exited += sources.count("exit")
+        _count(self.accepted_histogram, n_accepted)
+        _count(self.drafted_histogram, n_drafted)
+        for counts, n in ((self.accepted_by_position, n_accepted), (self.drafted_by_position, n_drafted)):
+            for position in range(n):
+                _count(counts, position)
+        for source, layers in zip(sources, block.layers_run):
+            if source == "exit":
+                self.exit_histogram[layers] = self.exit_histogram.get(layers, 0) + 1
+
+
+def _count(histogram: list[int], i: int) -> None:
+    histogram.extend([0] * (i + 1 - len(histogram)))
+    histogram[i] += 1
+
+
+@dataclass
+class Generation:
+    """What one row generated; the lists hold one entry per new token."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str | None = None
+    logprobs: list[float] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)  # "plain" | "draft" | "corrected" | "bonus" | "exit"
+    layers_run: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop" | "length" | "context" | "interrupted"
+    stats: DecodeStats = field(default_factory=DecodeStats)
+
+
+class Block(NamedTuple):
+    """What a step offers for one row: tokens in order, to be cut at the first stop."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    sources: list[str]
+    layers_run: list[int]
+    n_drafted: int
+    layer_passes: int
+
+
+class Sampler:
+    """Owns processing and noise, so that no step and no drafter touches a random number.
+
+    histories are the rows' committed tokens, live; the index of a token in its sequence is its place in the history.
+    """
+
+    def __init__(self, sampling: SamplingParams, histories: list[list[int]], config, device):
+        self.sampling, self.histories, self.vocab_size, self.device = sampling, histories, config.vocab_size, device
+        self.seeds = torch.tensor(sampling.row_seeds(len(histories)), dtype=torch.int64, device=device)
+        self.rounds = [0] * len(histories)
+        self.coupled = False
+        self.law = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        unknown = [i for i in sampling.logit_bias if i >= config.n_vocab_used]
+        if unknown:
+            raise ValueError(f"logit_bias names token {unknown[0]}: the vocabulary ends at {config.n_vocab_used - 1}")
+        self.bias = None
+        if sampling.logit_bias:
+            ids, values = zip(*sampling.logit_bias.items())
+            self.bias = torch.zeros(self.vocab_size, device=device)
+            self.bias[list(ids)] = torch.tensor(values, dtype=torch.float32, device=device)
+
+    def _at(self, rows, offset: int = 0):
+        return torch.tensor([len(self.histories[row]) + offset for row in rows], device=self.device)
+
+    def _rounds(self, rows):
+        return torch.tensor([self.rounds[row] for row in rows], device=self.device)
+
+    def _seeds(self, rows):
+        return self.seeds if len(rows) == len(self.histories) else self.seeds[rows]
+
+    def penalised(self, rows, logits: torch.Tensor, ahead: torch.Tensor | None = None) -> torch.Tensor:
+        """Penalty and bias on logits (B, T, V); position t has seen the history and ahead[:, :t] (B, T-1)."""
+        kernels.check_logits(logits, rows)
+        seen = None
+        if self.sampling.repetition_penalty != 1:
+            seen = torch.zeros(logits.shape, dtype=torch.bool, device=self.device)
+            for i, row in enumerate(rows):
+                seen[i, :, self.histories[row]] = True
+                for t in range(1, logits.shape[1]):
+                    seen[i, t:, ahead[i, t - 1]] = True
+        return kernels.penalise(logits, seen, self.sampling.repetition_penalty, self.bias)
+
+    def sample(self, rows, logits: torch.Tensor) -> tuple[list[int], list[float]]:
+        """The plain step: logits (B, V) -> tokens and their log-probabilities."""
+        logits = self.penalised(rows, logits[:, None])[:, 0]
+        tokens, log_probs, _ = kernels.sample_token(logits, self._seeds(rows), self._at(rows), **self.law)
+        return tokens.tolist(), log_probs.tolist()
+
+    def full_tokens(self, row: int, logits: torch.Tensor, first_index: int) -> list[int]:
+        """What a plain step would have drawn at indices first_index .. of a row's history, from logits (T, V)."""
+        history = self.histories[row]
+        at = torch.arange(first_index, first_index + len(logits), device=self.device)
+        seen = None
+        if self.sampling.repetition_penalty != 1:
+            seen = torch.zeros(logits.shape, dtype=torch.bool, device=self.device)
+            for t in range(len(logits)):
+                seen[t, history[: first_index + t]] = True
+        logits = kernels.penalise(logits, seen, self.sampling.repetition_penalty, self.bias)
+        return kernels.sample_token(logits, self.seeds[[row] * len(at)], at, **self.law)[0].tolist()
+
+    def draft(self, rows, logits: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Propose one token per row from a drafter's logits (B, V), after drafts drafted (B, j) of this round.
+
+        Returns tokens (B,) and the law they were drawn from as processed logits (B, V), None where it is one-hot. Under the
+        coupled rule the draft races with the noise that the target will use there.
+        """
+        logits = _fit_vocabulary(logits, self.vocab_size)
+        n_before = drafted.shape[1]
+        if self.sampling.repetition_penalty != 1 or self.bias is not None:
+            rows_of = logits[:, None].expand(-1, n_before + 1, -1)
+            logits = self.penalised(rows, rows_of, drafted)[:, -1]
+        stream, rounds = (kernels.SAMPLE, None) if self.coupled else (kernels.DRAFT, self._rounds(rows))
+        tokens, _, processed = kernels.sample_token(
+            logits, self._seeds(rows), self._at(rows, n_before), **self.law, stream=stream, rounds=rounds
+        )
+        return tokens, processed
+
+    def verify(self, rows, logits, drafts, draft_logits, n_drafted: list[int]):
+        """Judge drafts (B, K) on the target's logits (B, K+1, V): lists of tokens, n_accepted, log-probabilities per row."""
+        logits = self.penalised(rows, logits, drafts)
+        if draft_logits is not None:
+            draft_logits = _fit_vocabulary(draft_logits, self.vocab_size)
+        tokens, n_accepted, log_probs = kernels.accept_draft(
+            logits,
+            draft_logits,
+            drafts,
+            torch.tensor(n_drafted, device=self.device),
+            self._seeds(rows),
+            self._at(rows),
+            self._rounds(rows),
+            **self.law,
+            verify="coupled" if self.coupled else "rejection",
+        )
+        return tokens.tolist(), n_accepted.tolist(), log_probs.tolist()
+
+
+def _fit_vocabulary(logits, vocab_size: int):
+    """Cut or pad the last dimension to vocab_size: models that pad one vocabulary differently still understand each other."""
+    missing = vocab_size - logits.shape[-1]
+    if missing > 0:
+        return torch.cat((logits, logits.new_full((*logits.shape[:-1], missing), -torch.inf)), -1)
+    return logits[..., :vocab_size] if missing < 0 else logits
+
+
+def pack(tokens: list[list[int]], starts: list[int], device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ragged rows -> tokens, positions (B, T) int64, padded at the right with 0 and -1."""
+    width = max(map(len, tokens))
+    if all(len(ids) == width for ids in tokens):
+        positions = [list(range(start, start + width)) for start in starts]
+        return torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
+    padded = [ids + [0] * (width - len(ids)) for ids in tokens]
+    positions = [list(range(start, start + len(ids))) + [-1] * (width - len(ids)) for ids, start in zip(tokens, starts)]
+    return torch.tensor(padded, device=device), torch.tensor(positions, device=device)
+
+
+def read_tokens(model: GPT, cache: KVCache, tokens: list[list[int]], starts: list[int]) -> torch.Tensor | None:
+    """Run ragged tokens from position starts[i] through all layers, in chunks: x (B, C) behind the last token of each row.
+
+    None where there is nothing to read. A row without tokens gets an unspecified x.
+    """
+    longest = max(map(len, tokens), default=0)
+    x_last = None
+    for begin in range(0, longest, PREFILL_CHUNK):
+        part = [ids[begin : begin + PREFILL_CHUNK] for ids in tokens]
+        ids, positions = pack(part, [start + begin for start in starts], model.device)
+        x = model.run_layers(model.embed(ids, positions), cache, positions, 0, model.config.n_layer)
+        last = x[range(len(part)), [len(p) - 1 for p in part]]
+        ended = torch.tensor([len(p) > 0 for p in part], device=model.device)[:, None]
+        x_last = last if x_last is None else torch.where(ended, last, x_last)
+    return x_last
+
+
+class Batch:
+    """All that the steps share: the rows' tokens, the target's cache, the sampler, and what has been generated."""
+
+    def __init__(self, model: GPT, prompts, sampling: SamplingParams, tokenizer=None, on_tokens=None):
+        config = model.config
+        for row, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise ValueError(f"prompts[{row}] is empty: give at least one token (a start token where there is one)")
+            if len(prompt) > config.block_size:
+                raise ValueError(
+                    f"prompts[{row}] has {len(prompt)} tokens: the model's context holds {config.block_size}; shorten it"
+                )
+            bad = next((t for t in prompt if not 0 <= t < config.n_vocab_used), None)
+            if bad is not None:
+                raise ValueError(f"prompts[{row}] holds token {bad}: ids run from 0 to {config.n_vocab_used - 1}")
+        if sampling.stop_strings and tokenizer is None:
+            raise ValueError("stop_strings need a tokenizer: pass tokenizer=..., or use stop_tokens")
+        self.model, self.sampling, self.tokenizer, self.on_tokens = model, sampling, tokenizer, on_tokens
+        self.tokens = [list(map(int, prompt)) for prompt in prompts]
+        self.prompt_lengths = [len(prompt) for prompt in prompts]
+        self.generations = [Generation() for _ in prompts]
+        self.sampler = Sampler(sampling, self.tokens, config, model.device)
+        longest = max((min(n + sampling.max_new_tokens, config.block_size) for n in self.prompt_lengths), default=1)
+        self.cache = model.new_cache(len(prompts), longest)
+        self.stop_tokens = frozenset(sampling.stop_tokens)
+        self.stop_width = max((len(s.encode()) for s in sampling.stop_strings), default=0)
+        self._view = (list(range(len(prompts))), self.cache)
+        self.started = time.perf_counter()
+        self.last_token_at = [self.started] * len(prompts)
+
+    def rows_cache(self, rows: list[int]) -> KVCache:
+        """The cache of some rows; made anew only when the rows change."""
+        if self._view[0] != rows:
+            self._view = (list(rows), self.cache.rows(rows))
+        return self._view[1]
+
+    def room(self, row: int) -> int:
+        """Tokens that the row may still commit: its budget, and the target's context."""
+        length, prompt_length = len(self.tokens[row]), self.prompt_lengths[row]
+        return min(self.sampling.max_new_tokens - (length - prompt_length), self.model.config.block_size - length)
+
+    def prefill(self) -> None:
+        read_tokens(self.model, self.cache, [ids[:-1] for ids in self.tokens], [0] * len(self.tokens))
+
+    def end_reason(self, row: int) -> str | None:
+        """Why the row ends after its last token, if it does: "stop", else "length", else "context"."""
+        tokens, prompt_length = self.tokens[row], self.prompt_lengths[row]
+        n_new = len(tokens) - prompt_length
+        if n_new and tokens[-1] in self.stop_tokens:
+            return "stop"
+        if n_new and self.stop_width:
+            # every token holds at least one byte, so a string that ends here lies within stop_width tokens
+            tail = self.tokenizer.decode(tokens[max(prompt_length, len(tokens) - self.stop_width) :])
+            if any(s in tail for s in self.sampling.stop_strings):
+                return "stop"
+        if n_new >= self.sampling.max_new_tokens:
+            return "length"
+        return "context" if len(tokens) >= self.model.config.block_size else None
+
+    def commit(self, row: int, block: Block) -> list[int]:
+        """Append the block's tokens up to the first stop; returns those that were kept."""
+        out = self.generations[row]
+        kept = 0
+        for token in block.tokens:
+            self.tokens[row].append(token)
+            kept += 1
+            out.finish_reason = self.end_reason(row)
+            if out.finish_reason:
+                break
+        out.logprobs += block.logprobs[:kept]
+        out.sources += block.sources[:kept]
+        out.layers_run += block.layers_run[:kept]
+        out.stats.add_block(block, kept)
+        now = time.perf_counter()
+        if out.stats.first_token_seconds is None:
+            out.stats.first_token_seconds = now - self.started
+        out.stats.token_seconds += [now - self.last_token_at[row]] + [0.0] * (kept - 1)
+        out.stats.seconds = now - self.started
+        self.last_token_at[row] = now
+        self.sampler.rounds[row] += 1
+        return block.tokens[:kept]
+
+    def finish(self) -> list[Generation]:
+        for row, out in enumerate(self.generations):
+            out.finish_reason = out.finish_reason or "interrupted"
+            n_known = len(out.layers_run)  # an interruption may fall between two of the lists
+            out.tokens = self.tokens[row][self.prompt_lengths[row] :][:n_known]
+            out.logprobs, out.sources = out.logprobs[:n_known], out.sources[:n_known]
+            if self.tokenizer is not None:
+                out.text = self.tokenizer.decode(out.tokens)
+                found = [at for s in self.sampling.stop_strings if (at := out.text.find(s)) >= 0]
+                if out.finish_reason == "stop" and found:
+                    out.text = out.text[: min(found)]
+        return self.generations
+
+
+def plain_requested(control: str | None) -> bool:
+    """The kill switch, looked at every round: NANOSPEC_PLAIN set to something other than 0, or `plain` in the control file."""
+    if os.environ.get("NANOSPEC_PLAIN", "0") not in ("", "0"):
+        return True
+    if control is None:
+        return False
+    try:
+        with open(control) as file:
+            return file.read(4096).strip() == "plain"
+    except OSError:  # no file: nothing is asked
+        return False
+
+
+class PlainStep:
+    """One token per row: run the last committed token, sample from the full model's logits."""
+
+    def start(self, batch: Batch) -> None:
+        pass
+
+    def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
+        model, n_layer = batch.model, batch.model.config.n_layer
+        began = time.perf_counter()
+        lengths = [len(batch.tokens[row]) for row in rows]
+        ids, positions = pack([batch.tokens[row][-1:] for row in rows], [n - 1 for n in lengths], model.device)
+        x = model.run_layers(model.embed(ids, positions), batch.rows_cache(rows), positions, 0, n_layer)
+        tokens, log_probs = batch.sampler.sample(rows, model.logits(x[:, 0]))
+        for row in rows:
+            batch.generations[row].stats.verify_seconds += time.perf_counter() - began
+        return [Block([t], [lp], ["plain"], [n_layer], 0, n_layer) for t, lp in zip(tokens, log_probs)]
+
+    def commit(self, batch: Batch, rows: list[int], kept: list[list[int]]) -> None:
+        pass
+
+    def finish(self, batch: Batch) -> None:
+        pass
+
+
+@torch.inference_mode()
+def run_loop(
+    model: GPT, prompts, sampling: SamplingParams, step, tokenizer=None, on_tokens=None, control: str | None = None
+) -> list[Generation]:
+    """Decode all prompts with `step`.
+
+    1. prefill: read prompt[:-1], emit nothing, so that there is no special first token
+    2. round: the step offers a block per active row; a plain round when the kill switch asks for one
+    3. commit: cut at the first stop token, stop string, budget or context end; stream what was kept
+    4. tell the step what was kept; rows that ended take no further part
+    Ctrl-C ends with what was committed, finish_reason "interrupted".
+    """
+    batch = Batch(model, prompts, sampling, tokenizer, on_tokens)
+    for row, out in enumerate(batch.generations):
+        out.finish_reason = batch.end_reason(row)
+    try:
+        rows = [row for row, out in enumerate(batch.generations) if out.finish_reason is None]
+        if rows:
+            batch.prefill()
+            step.start(batch)
+        while rows:
+            blocks = step(batch, rows, plain_requested(control))
+            kept = [batch.commit(row, block) for row, block in zip(rows, blocks)]
+            if on_tokens is not None:
+                for row, tokens in zip(rows, kept):
+                    on_tokens(row, tokens)
+            step.commit(batch, rows, kept)
+            rows = [row for row in rows if batch.generations[row].finish_reason is None]
+        step.finish(batch)
+    except KeyboardInterrupt:
+        pass
+    return batch.finish()
+
+
+def generate(
+    model: GPT,
+    prompts: list[list[int]],
+    sampling: SamplingParams,
+    tokenizer=None,
+    on_tokens: Callable[[int, list[int]], None] | None = None,
+    *,
+    control: str | None = None,
+) -> list[Generation]:
+    """Plain decoding: one token per pass. prompts are token-id lists, ragged; on_tokens(row, ids) streams.
+
+    control names a file that is read every round (see plain_requested); here it changes nothing.
+    """
+    return run_loop(model, prompts, sampling, PlainStep(), tokenizer, on_tokens, control)

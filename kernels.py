@@ -1,0 +1,447 @@
+"""The operations that decide speed and exactness, each as a PyTorch reference that runs anywhere.
+
+    picture -> bytes -> name_ref (what the operation means) -> name (the launcher that the engine calls)
+
+The launchers' signatures are final: lengths, positions, seeds and draft lengths are tensors, so that a device kernel can
+take an operation over without a change in its callers. Nothing here advances a position or draws a random number of its
+own: noise is Philox words, a function of (seed, vocabulary id, index in the sequence, stream, round).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Random numbers: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
+#
+#     counter (id // 2, index, stream, round)     key = seed (64 bits)
+#     words    w0  w1  w2  w3
+#              `-id even-' `-id odd-'   two words make the 64-bit uniform of one vocabulary id
+#              `accept draw: w0 of id 0
+
+SAMPLE, DRAFT, ACCEPT, RESAMPLE = 0, 1, 2, 3  # streams: no two draws of a position share noise
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox_ref(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Philox 4x32-10: counter (4, ...) and key (2, ...), int64 that hold 32-bit words -> (4, ...) words, same layout.
+
+    The last dimensions broadcast. A 32 x 32 bit product fits in int64 up to its sign bit, which the mask drops.
+    """
+    shape = torch.broadcast_shapes(counter.shape[1:], key.shape[1:])
+    counter = counter.expand(4, *shape)
+    expand = (2,) + (1,) * len(shape)
+    multipliers = torch.tensor(_MULTIPLIERS, device=counter.device).view(expand)
+    weyl = torch.tensor(_WEYL, device=counter.device).view(expand)
+    left, right = counter[0::2], counter[1::2].flip(0)  # (c0, c2) are multiplied, (c3, c1) wait for the other's product
+    for i in range(10):
+        product = left * multipliers
+        low = product & _MASK
+        high = product.bitwise_right_shift_(32).bitwise_and_(_MASK)
+        round_key = ((key + i * weyl) & _MASK).flip(0)
+        # c0 <- hi(c2) ^ c1 ^ k0, c2 <- hi(c0) ^ c3 ^ k1: computed in the order (c2, c0), then turned round
+        left = (high ^ right ^ round_key).flip(0)
+        right = low
+    return torch.stack((left[0], right[1], left[1], right[0]))
+
+
+def _words(seeds: torch.Tensor, index: torch.Tensor, stream: int, rounds: torch.Tensor, half_ids: torch.Tensor):
+    """Philox words (4, N, M) for rows with seeds, index, rounds (N,) at vocabulary pairs half_ids (M,) or (N, M)."""
+    half_ids = half_ids.expand(len(seeds), half_ids.shape[-1])
+    column = [x[:, None].expand_as(half_ids) for x in (index, torch.full_like(index, stream), rounds)]
+    key = torch.stack((seeds & _MASK, (seeds >> 32) & _MASK))[:, :, None]
+    return philox_ref(torch.stack((half_ids, *column)), key)
+
+
+def accept_uniform(seeds: torch.Tensor, index: torch.Tensor, rounds: torch.Tensor) -> torch.Tensor:
+    """The uniform (N,) float32 in [0, 1) that decides whether the draft at `index` is accepted; never 1."""
+    word = _words(seeds, index, ACCEPT, rounds, torch.zeros(1, dtype=torch.int64, device=seeds.device))[0, :, 0]
+    return ((word >> 16).float() * 2.0**-16 + (word & 0xFFFF).float() * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
+
+
+def _exponential(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Exponential noise E = -log1p(-u), float64, from two 32-bit words; u is kept away from 0 and 1."""
+    u = (high.double() * 2.0**-32).add_(low.double() * 2.0**-64).clamp_(2.0**-64, 1.0 - 2.0**-53)
+    return u.neg_().log1p_().neg_()
+
+
+def race(probs: torch.Tensor, seeds: torch.Tensor, index: torch.Tensor, stream: int, rounds: torch.Tensor):
+    """Draw one token per row by the exponential race argmax(prob / E), which is the Gumbel-max rule.
+
+    probs (N, V), any scale, rows need not sum to 1; seeds, index, rounds (N,) int64 -> (N,) int64. Noise is computed for
+    tokens of non-zero probability only: a filtered row costs what its survivors cost.
+    """
+    n_rows, n_vocab = probs.shape
+    alive = probs > 0
+    if int(alive.sum()) * 4 > n_rows * n_vocab:  # dense: one counter serves the two ids of a pair
+        half_ids = torch.arange((n_vocab + 1) // 2, device=probs.device)
+        w0, w1, w2, w3 = _words(seeds, index, stream, rounds, half_ids)
+        high, low = torch.stack((w0, w2), -1).flatten(1), torch.stack((w1, w3), -1).flatten(1)
+        score = probs / _exponential(high[:, :n_vocab], low[:, :n_vocab])
+        return score.masked_fill_(~alive, -1.0).argmax(-1)
+    row, ids = alive.nonzero(as_tuple=True)
+    w0, w1, w2, w3 = _words(seeds[row], index[row], stream, rounds[row], (ids // 2)[:, None]).squeeze(-1)
+    odd = ids % 2 == 1
+    noise = _exponential(torch.where(odd, w2, w0), torch.where(odd, w3, w1))
+    score = torch.full((n_rows, n_vocab), -1.0, dtype=torch.float64, device=probs.device)
+    score[row, ids] = probs[row, ids] / noise
+    return score.argmax(-1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Logits -> the distribution that is sampled
+#
+#     penalty -> bias -> temperature -> top-k -> top-p -> min-p        plain, draft and verify rows all go this way
+#     bytes: V reads and writes per row and filter; off filters cost nothing and change no bit
+
+
+def _full_precision(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def penalise_ref(logits: torch.Tensor, seen: torch.Tensor | None, penalty: float, bias: torch.Tensor | None):
+    """Repetition penalty (Keskar et al. 2019) on ids in seen (N, V) bool, then bias (V,): logits (N, V) -> (N, V)."""
+    logits = _full_precision(logits)
+    if seen is not None:
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    return logits if bias is None else logits + bias
+
+
+def process_logits_ref(
+    logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+):
+    """Temperature, top-k, top-p and min-p: logits (..., V) -> logits (..., V), -inf where a token cannot be drawn.
+
+    softmax of the result is the law that is sampled. All tokens tied at a cut are kept, so the law does not depend on
+    the order of the vocabulary. temperature 0 is the law of argmax (ties to the lowest id): 0 there, -inf elsewhere.
+    float32 at least; float64 stays float64.
+    """
+    logits = _full_precision(logits)
+    if temperature == 0:
+        best = logits.argmax(-1, keepdim=True)
+        return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0)
+    # the maximum is subtracted first: a small temperature then overflows to -inf, never to +inf
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    n_vocab = logits.shape[-1]
+    if 0 < top_k < n_vocab:
+        cut = logits.topk(top_k).values[..., -1:]
+        logits = logits.masked_fill(logits < cut, -torch.inf)
+    if top_p < 1:
+        probs = logits.softmax(-1)
+        ordered = probs.sort(-1, descending=True).values
+        needed = ordered.cumsum(-1) - ordered < top_p  # the shortest prefix that reaches top_p
+        cut = ordered.masked_fill(~needed, 2.0).amin(-1, keepdim=True)
+        logits = logits.masked_fill(probs < cut, -torch.inf)
+    if min_p > 0:
+        logits = logits.masked_fill(logits < math.log(min_p), -torch.inf)  # the best token stands at 0
+    return logits
+
+
+def check_logits(logits: torch.Tensor, rows) -> None:
+    """ValueError that names the first of `rows` whose logits (N, ..., V) hold NaN or +inf, or allow no token at all."""
+    bad = ~torch.isfinite(logits.amax(-1)).flatten(1).all(-1) if logits.dim() > 2 else ~torch.isfinite(logits.amax(-1))
+    if bad.any():
+        row = rows[int(bad.nonzero()[0])]
+        raise ValueError(f"row {row}: the model's logits hold NaN or +inf, or are all -inf; no token can be drawn")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# sample_token: one token per row
+#
+#     bytes: one row of logits read per token
+
+
+def sample_token_ref(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    index: torch.Tensor,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    stream: int = SAMPLE,
+    rounds: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Draw the token at `index` of each row.
+
+    logits (N, V) after penalty and bias; seeds, index, rounds (N,) int64 -> tokens (N,) int64, their log-probabilities
+    (N,) under the law they were drawn from (at temperature 0: log_softmax of the logits), and that law as processed
+    logits (N, V), None at temperature 0, where it is one-hot.
+    """
+    logits = _full_precision(logits)
+    if temperature == 0:
+        tokens = logits.argmax(-1)
+        return tokens, _log_prob(logits, tokens), None
+    processed = process_logits_ref(logits, temperature, top_k, top_p, min_p)
+    rounds = torch.zeros_like(index) if rounds is None else rounds
+    tokens = race(processed.softmax(-1), seeds, index, stream, rounds)
+    return tokens, _log_prob(processed, tokens), processed
+
+
+def _log_prob(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(-1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# accept_draft: verification of K drafted tokens
+#
+#     drafts           d1   d2   d3            target rows    t0   t1   t2   t3
+#     judged by        t0   t1   t2            accepted: d1, d2; d3 rejected -> drawn anew from t2 (corrected)
+#                                              all accepted                 -> drawn from t3 (bonus)
+#     bytes: (K + 1) V logits of the target and K V of the drafter, read once; two rows race
+
+
+def accept_draft_ref(
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    draft_tokens: torch.Tensor,
+    n_drafted: torch.Tensor,
+    seeds: torch.Tensor,
+    index: torch.Tensor,
+    rounds: torch.Tensor,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    verify: str = "rejection",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Judge drafts and draw the token after them (Leviathan et al. 2023, Chen et al. 2023; coupled: Daliri et al. 2024).
+
+    target_logits (B, K+1, V) after penalty and bias, not yet processed; draft_logits (B, K, V) processed, None when
+    drafts are one-hot; draft_tokens (B, K), n_drafted (B,) in 0..K; index (B,) of the first drafted token; rounds (B,).
+    Returns tokens (B, K+1) int64, -1 behind the last one; n_accepted (B,); log-probabilities (B, K+1) of the tokens under
+    the target's law.
+
+    1. the target's law at each of the K+1 positions
+    2. accept drafts from the left: rejection, while u * draft_prob < target_prob; coupled and temperature 0, while the
+       draft is the target's own token
+    3. one more token: the correction where a draft fell, else the bonus; a k = 0 row draws exactly a plain token
+    """
+    n_rows, n_slots, _ = target_logits.shape
+    device = target_logits.device
+    slots = torch.arange(n_slots, device=device)
+    offered = slots[:-1] < n_drafted[:, None]  # (B, K)
+    if temperature == 0 or verify == "coupled":
+        if temperature == 0:
+            law = _full_precision(target_logits)
+            own = law.argmax(-1)
+        else:
+            law = process_logits_ref(target_logits, temperature, top_k, top_p, min_p)
+            at = (index[:, None] + slots).flatten()
+            own = race(
+                law.softmax(-1).flatten(0, 1), seeds.repeat_interleave(n_slots), at, SAMPLE, torch.zeros_like(at)
+            ).view(n_rows, n_slots)
+        n_accepted = ((own[:, :-1] == draft_tokens) & offered).long().cumprod(-1).sum(-1)
+        tokens = own
+    else:
+        law = process_logits_ref(target_logits, temperature, top_k, top_p, min_p)
+        probs = law.softmax(-1)
+        n_accepted = torch.zeros_like(n_drafted)
+        if n_slots > 1:
+            draft_prob = torch.ones_like(probs[:, :-1, 0])
+            if draft_logits is not None:
+                draft_probs = _full_precision(draft_logits).softmax(-1)
+                draft_prob = draft_probs.gather(-1, draft_tokens[..., None]).squeeze(-1)
+            target_prob = probs[:, :-1].gather(-1, draft_tokens[..., None]).squeeze(-1)
+            at = index[:, None] + slots[:-1]
+            uniform = accept_uniform(
+                seeds.repeat_interleave(n_slots - 1), at.flatten(), rounds.repeat_interleave(n_slots - 1)
+            ).view_as(at)
+            n_accepted = ((uniform * draft_prob < target_prob) & offered).long().cumprod(-1).sum(-1)
+        tokens = torch.cat((draft_tokens, draft_tokens.new_zeros(n_rows, 1)), 1)
+        fell = n_accepted < n_drafted
+        for stream, chosen in ((SAMPLE, ~fell), (RESAMPLE, fell)):
+            row = chosen.nonzero().squeeze(-1)
+            if not len(row):
+                continue
+            slot = n_accepted[row]
+            mass = probs[row, slot]
+            if stream == RESAMPLE:
+                if draft_logits is None:
+                    residual = mass.scatter(-1, draft_tokens[row, slot][:, None], 0.0)
+                else:
+                    residual = (mass - draft_probs[row, slot]).clamp_(min=0)
+                mass = torch.where(residual.sum(-1, keepdim=True) > 0, residual, mass)
+            own_round = rounds[row] if stream == RESAMPLE else torch.zeros_like(rounds[row])
+            tokens[row, slot] = race(mass, seeds[row], index[row] + slot, stream, own_round)
+    log_probs = _log_prob(law, tokens)
+    return tokens.masked_fill(slots > n_accepted[:, None], -1), n_accepted, log_probs
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# exit_confidence: how sure an exit head is
+#
+#     bytes: one row of logits read per position; three scalars could be written, one is asked for
+
+
+def exit_confidence_ref(logits: torch.Tensor, confidence: str = "max_prob") -> torch.Tensor:
+    """Confidence (N,) in [0, 1] from raw logits (N, V), higher is surer.
+
+    max_prob, margin (of the two best probabilities) or entropy (1 - H / log V).
+    """
+    logits = _full_precision(logits)
+    if confidence == "max_prob":
+        return (logits.amax(-1) - logits.logsumexp(-1)).exp()
+    probs = logits.softmax(-1)
+    if confidence == "margin":
+        best = probs.topk(2).values
+        return best[..., 0] - best[..., 1]
+    if confidence == "entropy":
+        return 1 - torch.special.entr(probs).sum(-1) / math.log(logits.shape[-1])
+    raise ValueError(f"confidence is {confidence!r}: choose max_prob, margin or entropy")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# decode_attention: rotary embedding, cache append and attention of T new rows
+#
+#     positions of a row   0 1 2 3 4 5 6 7 8           block_table[row]   page 4, page 1, ...
+#     cache                [ . . . . . . ] n n n       the new rows are written first, then row t sees 0 .. its own
+#     row t = 0            x x x x x x x               position; slots behind it may hold anything, NaN included, and
+#     row t = 1            x x x x x x x x             are never read: a mask would turn NaN into 0 * NaN
+#     bytes: K and V of the row's length once, 2 * S * G * D * element size, whatever T and H
+
+
+class RowPlan(NamedTuple):
+    """Where one row of a batch reads and writes, on the host: made once per pass, used by every layer."""
+
+    row: int
+    first: int  # index in T of the row's first real position
+    n: int  # real positions in T
+    start: int  # position of the first; the row's memory holds 0 .. start + n - 1
+    slots: slice | torch.Tensor  # of those positions in the flattened pages: a slice when the pages are consecutive
+
+
+def plan_rows(positions: torch.Tensor, block_table: torch.Tensor, page_size: int) -> list[RowPlan]:
+    """positions (B, T), -1 for padding at either end, else rising by one; block_table (B, max_pages) -> plans of the rows."""
+    plans = []
+    capacity = block_table.shape[1] * page_size
+    for row, (at, pages) in enumerate(zip(positions.tolist(), block_table.tolist())):
+        first = next((t for t, p in enumerate(at) if p >= 0), len(at))
+        n = sum(p >= 0 for p in at)
+        if n == 0:
+            continue
+        start, end = at[first], at[first] + n
+        if at[first : first + n] != list(range(start, end)):
+            raise ValueError(f"positions of row {row} must rise by one, with -1 at the ends only, not {at}")
+        if end > capacity:
+            raise ValueError(f"position {end - 1} of row {row} is beyond the cache's capacity of {capacity}")
+        used = pages[: -(-end // page_size)]
+        if used == list(range(used[0], used[0] + len(used))):
+            slots = slice(used[0] * page_size, used[0] * page_size + end)
+        else:
+            at_token = torch.arange(end, device=positions.device)
+            slots = block_table[row].long()[at_token // page_size] * page_size + at_token % page_size
+        plans.append(RowPlan(row, first, n, start, slots))
+    return plans
+
+
+def rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding (Su et al. 2021), half-split: x (..., heads, D), cos and sin (..., 1, D), sin signed (-, +)."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def append_kv_ref(k, v, k_cache, v_cache, block_table, positions, plans: list[RowPlan] | None = None) -> None:
+    """Write k, v (B, T, G, D) of one layer into k_cache, v_cache (n_pages, page_size, G, D) at positions (B, T)."""
+    for row, first, n, start, slots in plans or plan_rows(positions, block_table, k_cache.shape[1]):
+        if isinstance(slots, slice):
+            target = slice(slots.start + start, slots.stop)
+        else:
+            target = slots[start:]
+        k_cache.flatten(0, 1)[target] = k[row, first : first + n]
+        v_cache.flatten(0, 1)[target] = v[row, first : first + n]
+
+
+def decode_attention_ref(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    positions: torch.Tensor,
+    n_head: int,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    plans: list[RowPlan] | None = None,
+) -> torch.Tensor:
+    """Rotate, append and attend: qkv (B, T, H+2G, D), one layer's pages (n_pages, page_size, G, D) -> (B, T, H, D).
+
+    block_table (B, max_pages) int32, positions (B, T) int64; cos, sin (B, T, 1, D) at the positions, None with learned
+    positions. plans is plan_rows(...) of the pass where the caller has it. Outputs at padding are unspecified.
+    """
+    n_kv = k_cache.shape[2]
+    plans = plans or plan_rows(positions, block_table, k_cache.shape[1])
+    if cos is not None:
+        qk = rotate_ref(qkv[:, :, : n_head + n_kv], cos, sin)
+        q, k = qk[:, :, :n_head], qk[:, :, n_head:]
+    else:
+        q, k = qkv[:, :, :n_head], qkv[:, :, n_head : n_head + n_kv]
+    append_kv_ref(k, qkv[:, :, n_head + n_kv :], k_cache, v_cache, block_table, positions, plans)
+    out = []
+    for row, first, n, start, slots in plans:
+        out.append(
+            attend_ref(q[row, first : first + n], k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots], start)
+        )
+    if len(plans) == len(qkv) and all(plan.n == qkv.shape[1] for plan in plans):
+        return out[0][None] if len(out) == 1 else torch.stack(out)
+    result = q.new_zeros(q.shape)
+    for plan, rows_out in zip(plans, out):
+        result[plan.row, plan.first : plan.first + plan.n] = rows_out
+    return result
+
+
+def attend_ref(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+    """Causal grouped-query attention: q (T, H, D) at positions start .. start+T-1 over k, v (start+T, G, D) -> (T, H, D)."""
+    n_new, n_head, head_dim = q.shape
+    n_kv = k.shape[1]
+    if q.dtype in (torch.float32, torch.float64) and n_new <= 16:
+        # few rows: two batched products over the kv heads, all query heads of a group at once
+        q = q.view(n_new, n_kv, -1, head_dim).permute(1, 2, 0, 3)  # (G, R, T, D)
+        scores = q.reshape(n_kv, -1, head_dim) @ k.permute(1, 2, 0)  # (G, R*T, S)
+        scores *= head_dim**-0.5
+        if n_new > 1:
+            ahead = torch.ones(n_new, n_new, dtype=torch.bool, device=q.device).triu_(1)
+            scores.view(n_kv, -1, n_new, start + n_new)[..., start:].masked_fill_(ahead, -torch.inf)
+        out = scores.softmax(-1) @ v.transpose(0, 1)  # (G, R*T, D)
+        return out.view(n_kv, -1, n_new, head_dim).permute(2, 0, 1, 3).reshape(n_new, n_head, head_dim)
+    mask = None
+    if start > 0 and n_new > 1:
+        mask = torch.ones(n_new, start + n_new, dtype=torch.bool, device=q.device).tril_(start)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=start == 0 and n_new > 1,
+        enable_gqa=n_kv != n_head,
+    )  # accumulates in float32
+    return out[0].transpose(0, 1)
+
+
+def causal_attention_ref(qkv: torch.Tensor, n_head: int, n_kv: int, cos=None, sin=None) -> torch.Tensor:
+    """Training and scoring, no cache: qkv (B, T, H+2G, D), each row causal within itself -> (B, T, H, D)."""
+    q, k, v = qkv.split((n_head, n_kv, n_kv), 2)
+    if cos is not None:
+        q, k = rotate_ref(q, cos, sin), rotate_ref(k, cos, sin)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=n_kv != n_head
+    )
+    return out.transpose(1, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Launchers: what the engine calls. Each takes its reference's signature.
+
+sample_token = sample_token_ref
+accept_draft = accept_draft_ref
+exit_confidence = exit_confidence_ref
+penalise = penalise_ref
+decode_attention = decode_attention_ref
+append_kv = append_kv_ref
+rotate = rotate_ref
+causal_attention = causal_attention_ref

@@ -1,0 +1,310 @@
+"""A GPT that can stop early: GPT-2 and Llama-style decoders with exit heads, in one set of blocks.
+
+    tokens (B, T) -- embed --> x --[ layers 0 .. e-1 ]--> x --[ layers e .. L-1 ]--> x -- logits --> (B, T, V)
+                                                          |
+                                                          `- logits(x, exit_layer=e): the head of that exit
+
+The forward is split so that prefill, decode, draft, verify and early exit are the same few calls. The caller owns the
+position; KVCache is only memory, so rolling back is a smaller number and a rejected entry is overwritten next time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kernels
+
+
+@dataclass
+class GPTConfig:
+    """Shape of a model. arch "gpt2": LayerNorm, learned positions, GELU-tanh, biases; "llama": RMSNorm, rotary, SwiGLU."""
+
+    arch: str  # "gpt2" | "llama"
+    vocab_size: int  # rows of the embedding, padding included
+    block_size: int  # longest sequence, in tokens
+    n_layer: int
+    n_head: int
+    n_embd: int  # C, the width
+    n_kv_head: int | None = None  # G; n_head when None
+    head_dim: int | None = None  # D; n_embd // n_head when None
+    n_hidden: int | None = None  # of the MLP; 4 * n_embd for gpt2 when None
+    n_vocab_used: int | None = None  # ids from here on are padding: -inf everywhere; vocab_size when None
+    tie_weights: bool = True  # the output matrix is the embedding
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # {"rope_type": "linear" | "llama3", "factor": ...} as in Hugging Face configs
+    qkv_bias: bool | None = None  # True for gpt2, False for llama when None
+    exit_layers: tuple[int, ...] = ()  # how many layers ran before each exit, rising, each in 1 .. n_layer-1
+    exit_vocab: tuple[int, ...] | None = None  # sorted ids that exit heads know; all when None
+    exit_adapters: tuple[str, ...] = ()  # residual adapters of every exit head: "exit", "draft", both or none
+
+    def __post_init__(self):
+        def need(ok: bool, name: str, what: str):
+            if not ok:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: {what}")
+
+        need(self.arch in ("gpt2", "llama"), "arch", "choose 'gpt2' or 'llama'")
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            need(isinstance(getattr(self, name), int) and getattr(self, name) > 0, name, "must be a positive integer")
+        self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
+        need(self.n_kv_head > 0 and self.n_head % self.n_kv_head == 0, "n_kv_head", f"must divide n_head {self.n_head}")
+        if self.head_dim is None:
+            need(self.n_embd % self.n_head == 0, "n_embd", f"must be a multiple of n_head {self.n_head}")
+            self.head_dim = self.n_embd // self.n_head
+        need(self.head_dim > 0 and (self.arch == "gpt2" or self.head_dim % 2 == 0), "head_dim", "must be even and > 0")
+        if self.n_hidden is None:
+            need(self.arch == "gpt2", "n_hidden", "must be given for arch 'llama'")
+            self.n_hidden = 4 * self.n_embd
+        need(self.n_hidden > 0, "n_hidden", "must be positive")
+        self.n_vocab_used = self.vocab_size if self.n_vocab_used is None else self.n_vocab_used
+        need(0 < self.n_vocab_used <= self.vocab_size, "n_vocab_used", f"must be in 1..{self.vocab_size}")
+        self.qkv_bias = self.arch == "gpt2" if self.qkv_bias is None else self.qkv_bias
+        self.exit_layers = tuple(self.exit_layers)
+        rising = all(a < b for a, b in zip(self.exit_layers, self.exit_layers[1:]))
+        within = all(0 < e < self.n_layer for e in self.exit_layers)
+        need(rising and within, "exit_layers", f"must rise within 1..{self.n_layer - 1}")
+        if self.exit_vocab is not None:
+            self.exit_vocab = tuple(self.exit_vocab)
+            rising = all(a < b for a, b in zip(self.exit_vocab, self.exit_vocab[1:]))
+            within = all(0 <= i < self.n_vocab_used for i in self.exit_vocab)
+            need(
+                len(self.exit_vocab) > 0 and rising and within,
+                "exit_vocab",
+                f"must rise within 0..{self.n_vocab_used - 1}",
+            )
+        self.exit_adapters = tuple(self.exit_adapters)
+        need(set(self.exit_adapters) <= {"exit", "draft"}, "exit_adapters", "may hold 'exit' and 'draft'")
+
+
+class KVCache:
+    """Keys and values of all layers in pages, all allocated at once.
+
+    k, v (L, n_pages, page_size, G, D); block_table (B, max_pages) int32: the page that holds positions
+    i * page_size .. of a row. A fresh cache is contiguous: the identity table. Unused slots may hold anything.
+    """
+
+    def __init__(self, config: GPTConfig, batch: int, capacity: int, page_size=16, dtype=torch.float32, device="cpu"):
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype is {dtype}: a cache holds float64, float32, bfloat16 or float16")
+        max_pages = -(-capacity // page_size)
+        shape = (config.n_layer, batch * max_pages, page_size, config.n_kv_head, config.head_dim)
+        self.k = torch.empty(shape, dtype=dtype, device=device)
+        self.v = torch.empty_like(self.k)
+        self.page_size = page_size
+        pages = torch.arange(batch * max_pages, dtype=torch.int32, device=device)
+        self.block_table = pages.view(batch, max_pages)
+
+    @property
+    def capacity(self) -> int:
+        """Positions that a row can hold."""
+        return self.block_table.shape[1] * self.page_size
+
+    def rows(self, index) -> KVCache:
+        """A view of some rows (list of int or index tensor) that shares the pages."""
+        view = object.__new__(KVCache)
+        view.k, view.v, view.page_size = self.k, self.v, self.page_size
+        view.block_table = self.block_table[index]
+        return view
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    norm = nn.LayerNorm if config.arch == "gpt2" else RMSNorm
+    return norm(config.n_embd, eps=config.norm_eps)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); q, k and v are one matrix, and so are gate and up."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.arch, self.n_head, self.n_kv, self.head_dim = config.arch, config.n_head, config.n_kv_head, config.head_dim
+        width, bias = config.n_embd, config.arch == "gpt2"
+        n_up = config.n_hidden if config.arch == "gpt2" else 2 * config.n_hidden
+        self.attn_norm = make_norm(config)
+        self.qkv = nn.Linear(width, (self.n_head + 2 * self.n_kv) * self.head_dim, bias=config.qkv_bias)
+        self.attn_out = nn.Linear(self.n_head * self.head_dim, width, bias=bias)
+        self.mlp_norm = make_norm(config)
+        self.up = nn.Linear(width, n_up, bias=bias)  # llama: the gate's rows, then up's
+        self.down = nn.Linear(config.n_hidden, width, bias=bias)
+
+    def forward(self, x, memory, cos, sin, plans):
+        """x (B, T, C); memory (k, v, block_table, positions) of this layer, None for causal attention within x."""
+        qkv = self.qkv(self.attn_norm(x)).unflatten(-1, (-1, self.head_dim))  # (B, T, H+2G, D)
+        if memory is None:
+            y = kernels.causal_attention(qkv, self.n_head, self.n_kv, cos, sin)
+        else:
+            y = kernels.decode_attention(qkv, *memory, self.n_head, cos, sin, plans)
+        x = x + self.attn_out(y.flatten(2))  # (B, T, H, D) -> (B, T, H*D)
+        up = self.up(self.mlp_norm(x))
+        if self.arch == "gpt2":
+            return x + self.down(F.gelu(up, approximate="tanh"))
+        gate, up = up.chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+    def keys_values(self, x, cos, sin):
+        """Only what the cache needs of x (B, T, C): k, v (B, T, G, D)."""
+        skip = self.n_head * self.head_dim
+        bias = None if self.qkv.bias is None else self.qkv.bias[skip:]
+        kv = F.linear(self.attn_norm(x), self.qkv.weight[skip:], bias).unflatten(-1, (-1, self.head_dim))
+        k, v = kv.chunk(2, 2)
+        return (k if cos is None else kernels.rotate(k, cos, sin)), v
+
+
+class ExitHead(nn.Module):
+    """The exit's own norm, and adapters that add to the hidden state in units of its own size: zero at the start.
+
+    z = norm(x); u = x + rms(x) * adapter(z); the output matrix then reads norm(u), or z where there is no adapter.
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.norm = make_norm(config)
+        self.adapters = nn.ModuleDict({name: nn.Linear(config.n_embd, config.n_embd) for name in config.exit_adapters})
+
+    def forward(self, x, adapter: str):
+        z = self.norm(x)
+        if adapter not in self.adapters:
+            return z
+        size = x.float().square().mean(-1, keepdim=True).sqrt().to(x.dtype)
+        return self.norm(x + size * self.adapters[adapter](z))
+
+
+class GPT(nn.Module):
+    """Decoder with exit heads; random float32 weights until a checkpoint is loaded into it."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.position_embedding = nn.Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.final_norm = make_norm(config)
+        self.exits = nn.ModuleDict({str(e): ExitHead(config) for e in config.exit_layers})
+        self.output = None if config.tie_weights else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.arch == "llama":
+            cos, sin = rotary_tables(config)
+            self.register_buffer("cos", cos, persistent=False)
+            self.register_buffer("sin", sin, persistent=False)
+        exit_vocab = None if config.exit_vocab is None else torch.tensor(config.exit_vocab)
+        self.register_buffer("exit_vocab", exit_vocab, persistent=False)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, Block):  # residual branches start small, so that depth does not change the scale of x
+            for branch in (module.attn_out, module.down):
+                nn.init.normal_(branch.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+        if isinstance(module, ExitHead):
+            for adapter in module.adapters.values():
+                nn.init.zeros_(adapter.weight)
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.token_embedding.weight.dtype
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """A cache in the model's own dtype, on its device."""
+        return KVCache(self.config, batch, capacity, dtype=self.dtype, device=self.device)
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """tokens, positions (B, T) int64; position -1 is padding -> x (B, T, C)."""
+        x = self.token_embedding(tokens)
+        return x if self.position_embedding is None else x + self.position_embedding(positions.clamp(min=0))
+
+    def _rotary_at(self, positions):
+        if self.config.arch == "gpt2":
+            return None, None
+        at = positions.clamp(min=0)
+        return self.cos[at][:, :, None], self.sin[at][:, :, None]  # (B, T, 1, D)
+
+    def run_layers(self, x, cache: KVCache | None, positions, first: int, last: int) -> torch.Tensor:
+        """Layers first .. last-1 on x (B, T, C) at positions (B, T): K/V are written there, everything below is read.
+
+        Positions of a row rise by one; -1 is padding, for which nothing is written. cache None: each row attends causally
+        within itself, from position 0 (training and scoring).
+        """
+        cos, sin = self._rotary_at(positions)
+        plans = None if cache is None else kernels.plan_rows(positions, cache.block_table, cache.page_size)
+        for layer in range(first, last):
+            memory = None if cache is None else (cache.k[layer], cache.v[layer], cache.block_table, positions)
+            x = self.blocks[layer](x, memory, cos, sin, plans)
+        return x
+
+    def fill_kv(self, x, cache: KVCache, positions, first: int) -> None:
+        """Write keys and values of layers first .. L-1 as if x (B, T, C) were the input of each; nothing else runs."""
+        cos, sin = self._rotary_at(positions)
+        plans = kernels.plan_rows(positions, cache.block_table, cache.page_size)
+        for layer in range(first, self.config.n_layer):
+            k, v = self.blocks[layer].keys_values(x, cos, sin)
+            kernels.append_kv(k, v, cache.k[layer], cache.v[layer], cache.block_table, positions, plans)
+
+    def logits(self, x, exit_layer: int | None = None, adapter: str = "exit") -> torch.Tensor:
+        """x (..., C) -> (..., V) by the final head, or by the head of an exit; -inf for padding and outside exit_vocab."""
+        weight = self.token_embedding.weight if self.output is None else self.output.weight
+        n_used = self.config.n_vocab_used
+        if exit_layer is None:
+            logits = F.linear(self.final_norm(x), weight)
+        else:
+            if exit_layer not in self.config.exit_layers:
+                raise ValueError(f"exit_layer is {exit_layer}: this model has exits {self.config.exit_layers}")
+            x = self.exits[str(exit_layer)](x, adapter)
+            if self.exit_vocab is not None:
+                known = F.linear(x, weight[self.exit_vocab])
+                logits = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
+                logits[..., self.exit_vocab] = known
+                return logits
+            logits = F.linear(x, weight)
+        if n_used < self.config.vocab_size:
+            logits[..., n_used:] = -torch.inf
+        return logits
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens (B, T) -> logits (B, T, V), no cache: training and scoring."""
+        n_tokens = tokens.shape[1]
+        if n_tokens > self.config.block_size:
+            raise ValueError(f"{n_tokens} tokens are more than block_size {self.config.block_size}")
+        positions = torch.arange(n_tokens, device=tokens.device).expand_as(tokens)
+        x = self.run_layers(self.embed(tokens, positions), None, positions, 0, self.config.n_layer)
+        return self.logits(x)
+
+
+def rotary_tables(config: GPTConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin (block_size, D) for the half-split rotation, sin signed (-, +): see kernels.rotate. Computed in float64."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    frequency = config.rope_theta**-half
+    scaling = config.rope_scaling or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "linear":
+        frequency = frequency / scaling["factor"]
+    elif kind == "llama3":  # long waves are stretched, short ones kept, a ramp between (Llama 3.1)
+        turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = keep * frequency + (1 - keep) * frequency / scaling["factor"]
+    elif kind != "default":
+        raise ValueError(f"rope_scaling is {scaling!r}: rope_type must be default, linear or llama3")
+    angle = torch.arange(config.block_size, dtype=torch.float64)[:, None] * frequency
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1).float(), torch.cat((-sin, sin), -1).float()

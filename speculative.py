@@ -1,0 +1,341 @@
+"""Speculative decoding: a drafter proposes k tokens, the target verifies them in one pass, exact acceptance keeps its law.
+
+    committed     .... a                 the target's cache holds all but the last token, a
+    draft              a -> b c d        k = 3 proposals
+    verify             a b c d           one pass of k + 1 rows gives the target's laws behind a, b, c, d
+    accept             b c | x           d fell: x is drawn from what the target has and the drafter lacks
+    commit        .... a b c x           roll back by setting lengths: d's cache entry is overwritten next round
+
+A drafter is any object with reset(prompts), propose(rows, max_k, sampler) and commit(rows, tokens, hidden):
+see ModelDrafter for one with a cache, NGramDrafter for one without a model.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+import kernels
+from decode import Batch, Block, Generation, SamplingParams, pack, read_tokens, run_loop
+from early_exit import Depths, check_thresholds, pad
+from model import GPT
+
+MAX_AUTO_DRAFT = 8
+
+
+class ModelDrafter:
+    """A smaller model with the same tokens proposes; it has its own cache and reads what was committed."""
+
+    def __init__(self, model: GPT):
+        self.model = model
+
+    def check_target(self, target: GPT) -> None:
+        ours, theirs = self.model.config.n_vocab_used, target.config.n_vocab_used
+        if ours != theirs:
+            raise ValueError(f"the drafter knows {ours} token ids, the target {theirs}: they need the same tokenizer")
+
+    def reset(self, prompts: list[list[int]]) -> None:
+        self.tokens = [list(prompt) for prompt in prompts]  # committed
+        self.held = [0] * len(prompts)  # positions of them in the cache
+        self.fed: list[list[int]] = [[] for _ in prompts]  # drafts that the cache holds behind them
+        self.cache = self.model.new_cache(len(prompts), self.model.config.block_size)
+        self.warned = False
+
+    def propose(self, rows: list[int], max_k: int, sampler):
+        """1. read the committed tokens that the cache lacks   2. draw, feed what was drawn, draw again, max_k times."""
+        room = [min(max_k, self.model.config.block_size - len(self.tokens[row]) + 1) for row in rows]
+        live = [row for row, k in zip(rows, room) if k > 0]
+        if len(live) < len(rows) and not self.warned:
+            self.warned = True
+            full = self.model.config.block_size
+            warnings.warn(f"the drafter's context of {full} tokens is full: decoding goes on plainly", stacklevel=2)
+        n = torch.tensor([max(k, 0) for k in room], device=sampler.device)
+        if not live:
+            return torch.zeros(len(rows), 0, dtype=torch.int64, device=sampler.device), None, n
+        cache = self.cache if len(live) == len(self.tokens) else self.cache.rows(live)
+        pending = [self.tokens[row][self.held[row] :] for row in live]
+        x = read_tokens(self.model, cache, pending, [self.held[row] for row in live])
+        drafted = torch.zeros(len(live), 0, dtype=torch.int64, device=sampler.device)
+        laws = []
+        for j in range(max(room)):
+            if j > 0:
+                column = drafted[:, -1].tolist()
+                positions = [len(self.tokens[row]) + j - 1 for row in live]
+                ids, at = pack([[t] for t in column], positions, self.model.device)
+                at.masked_fill_(at >= self.model.config.block_size, -1)  # a row whose context is full sits out
+                x = self.model.run_layers(self.model.embed(ids, at), cache, at, 0, self.model.config.n_layer)[:, 0]
+            tokens, law = sampler.draft(live, self.model.logits(x), drafted)
+            drafted = torch.cat((drafted, tokens[:, None]), 1)
+            laws.append(law)
+        for row, tokens, k in zip(live, drafted.tolist(), (k for k in room if k > 0)):
+            self.held[row] = len(self.tokens[row])
+            self.fed[row] = tokens[: k - 1]
+        logits = None if laws[0] is None else torch.stack(laws, 1)
+        if len(live) == len(rows):
+            return drafted, logits, n
+        where = [i for i, k in enumerate(room) if k > 0]
+        return _spread(drafted, where, len(rows)), None if logits is None else _spread(logits, where, len(rows)), n
+
+    def commit(self, rows: list[int], tokens: list[list[int]], hidden) -> None:
+        for row, new in zip(rows, tokens):
+            n_same = 0  # accepted drafts are held already; the last committed token is left to be read, for its logits
+            while n_same < min(len(new) - 1, len(self.fed[row])) and new[n_same] == self.fed[row][n_same]:
+                n_same += 1
+            self.held[row] += n_same
+            self.tokens[row] += new
+            self.fed[row] = []
+
+
+def _spread(x: torch.Tensor, where: list[int], n_rows: int) -> torch.Tensor:
+    """Rows of x to places `where` of n_rows, zeros elsewhere."""
+    out = x.new_zeros(n_rows, *x.shape[1:])
+    out[where] = x
+    return out
+
+
+class NGramDrafter:
+    """Proposes what followed the last occurrence of the row's longest recent suffix (prompt lookup; Saxena 2023)."""
+
+    def __init__(self, max_ngram: int = 4):
+        if not isinstance(max_ngram, int) or max_ngram < 1:
+            raise ValueError(f"max_ngram is {max_ngram!r}: it must be an integer >= 1")
+        self.max_ngram = max_ngram
+
+    def reset(self, prompts: list[list[int]]) -> None:
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.seen: list[dict[tuple, int]] = [{} for _ in prompts]  # n-gram -> index of the token that followed it last
+        self.commit(range(len(prompts)), prompts, None)
+
+    def propose(self, rows: list[int], max_k: int, sampler):
+        drafts = []
+        for row in rows:
+            tokens, seen = self.tokens[row], self.seen[row]
+            follows = None
+            for n in range(min(self.max_ngram, len(tokens)), 0, -1):
+                follows = seen.get(tuple(tokens[-n:]))
+                if follows is not None:
+                    break
+            if follows is None:
+                drafts.append([])
+                continue
+            copied = tokens[follows : follows + max_k]
+            while len(copied) < max_k:  # the copy runs into itself: a repeating pattern goes on repeating
+                copied.append(copied[len(copied) - (len(tokens) - follows)])
+            drafts.append(copied)
+        n = torch.tensor([len(d) for d in drafts], device=sampler.device)
+        padded = [d + [0] * (max_k - len(d)) for d in drafts]
+        return torch.tensor(padded, dtype=torch.int64, device=sampler.device).view(len(rows), max_k), None, n
+
+    def commit(self, rows, tokens: Sequence[Sequence[int]], hidden) -> None:
+        for row, new in zip(rows, tokens):
+            history, seen = self.tokens[row], self.seen[row]
+            for token in new:
+                for n in range(1, min(self.max_ngram, len(history)) + 1):
+                    seen[tuple(history[-n:])] = len(history)
+                history.append(token)
+
+
+class ExitDrafter:
+    """Self-speculation: the target's own first layers draft, the layers above verify (Zhang et al. 2023; LayerSkip).
+
+    exit_layer is one exit, or a rising tuple: then a draft leaves at the first exit whose confidence reaches `threshold`,
+    decided on the law and never on the token drawn from it, which keeps sampling lossless. Shares the target's cache: drafted
+    rows are parked, and verification runs only the layers above on them.
+    """
+
+    def __init__(self, model: GPT, exit_layer, threshold: float = 0.5, confidence: str = "max_prob"):
+        self.exit_layers = (exit_layer,) if isinstance(exit_layer, int) else tuple(exit_layer)
+        known = model.config.exit_layers
+        rising = all(a < b for a, b in zip(self.exit_layers, self.exit_layers[1:]))
+        if not self.exit_layers or not set(self.exit_layers) <= set(known) or not rising:
+            raise ValueError(
+                f"exit_layer is {exit_layer!r}: choose one or a rising tuple of this model's exits {known}"
+            )
+        self.model, self.confidence = model, confidence
+        self.thresholds = check_thresholds(threshold, self.exit_layers)
+        self.depths: Depths | None = None  # set by the speculative step: the target's own
+
+    def check_target(self, target: GPT) -> None:
+        if target is not self.model:
+            raise ValueError("ExitDrafter drafts with the target's own layers: give both the same model")
+
+    def reset(self, prompts: list[list[int]]) -> None:
+        pass
+
+    def propose(self, rows: list[int], max_k: int, sampler):
+        def ask(segment: int, going: list[int], hidden: list[torch.Tensor]):
+            exit_layer = self.exit_layers[segment]
+            logits = self.model.logits(torch.stack([x[-1] for x in hidden]), exit_layer, "draft")
+            if exit_layer == self.exit_layers[-1]:
+                return logits, [True] * len(going)
+            return logits, (kernels.exit_confidence(logits, self.confidence) >= self.thresholds[segment]).tolist()
+
+        drafted = torch.zeros(len(rows), 0, dtype=torch.int64, device=sampler.device)
+        last = [[sampler.histories[row][-1]] for row in rows]
+        place = {row: i for i, row in enumerate(rows)}
+        laws = []
+        for _ in range(max_k):
+            parts = list(self.depths.descend(rows, last, ask))
+            order = [place[row] for _, leaving, _ in parts for row in leaving]
+            logits = torch.cat([logits for _, _, logits in parts])
+            logits = logits if len(parts) == 1 else torch.empty_like(logits).index_copy_(0, torch.tensor(order), logits)
+            tokens, law = sampler.draft(rows, logits, drafted)
+            drafted = torch.cat((drafted, tokens[:, None]), 1)
+            last = tokens[:, None].tolist()
+            laws.append(law)
+        n = torch.full((len(rows),), max_k, device=sampler.device)
+        return drafted, None if laws[0] is None else torch.stack(laws, 1), n
+
+    def commit(self, rows: list[int], tokens: list[list[int]], hidden) -> None:
+        pass
+
+
+class DraftLength:
+    """The number of drafts to ask for, per row: fixed, or "auto".
+
+    auto is a simple rule: two more after full acceptance, one more than was accepted after a rejection, none when nothing is
+    accepted twice running; from there one draft is tried again after 4, 8, .. 64 plain rounds.
+    """
+
+    def __init__(self, draft_len: int | str, n_rows: int):
+        self.fixed = None if draft_len == "auto" else draft_len
+        self.k, self.misses, self.wait, self.patience = [2] * n_rows, [0] * n_rows, [0] * n_rows, [4] * n_rows
+
+    def ask(self, row: int) -> int:
+        if self.fixed is not None:
+            return self.fixed
+        if self.k[row] == 0:
+            self.wait[row] -= 1
+            return 1 if self.wait[row] < 0 else 0
+        return self.k[row]
+
+    def learn(self, row: int, n_drafted: int, n_accepted: int) -> None:
+        if self.fixed is not None or n_drafted == 0:
+            return
+        if n_accepted == 0:
+            self.misses[row] += 1
+            if self.k[row] == 0 or self.misses[row] >= 2:
+                self.k[row], self.wait[row] = 0, self.patience[row]
+                self.patience[row] = min(2 * self.patience[row], 64)
+            else:
+                self.k[row] = 1
+            return
+        self.misses[row], self.patience[row] = 0, 4
+        self.k[row] = min(
+            max(self.k[row], n_drafted) + 2 if n_accepted == n_drafted else n_accepted + 1, MAX_AUTO_DRAFT
+        )
+
+
+class SpeculativeStep:
+    """Draft, verify, accept: up to k + 1 tokens per row from one pass of the target."""
+
+    def __init__(self, drafter, draft_len: int | str, verify: str):
+        self.drafter, self.draft_len, self.verify = drafter, draft_len, verify
+
+    def start(self, batch: Batch) -> None:
+        batch.sampler.coupled = self.verify == "coupled"
+        self.lengths = DraftLength(self.draft_len, len(batch.tokens))
+        self.depths = Depths(batch, getattr(self.drafter, "exit_layers", ()))
+        if isinstance(self.drafter, ExitDrafter):
+            self.drafter.depths = self.depths
+        self.drafter.reset([list(tokens) for tokens in batch.tokens])
+
+    def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
+        """One round; a row with k = 0 takes a plain step in it.
+
+        1. draft: up to k tokens per row, no more than could be committed beside the token that the target adds
+        2. verify: the last committed token and the drafts, whatever of them is not computed yet, to the full depth
+        3. accept
+        """
+        began = time.perf_counter()
+        asked = [0 if plain else max(0, min(self.lengths.ask(row), batch.room(row) - 1)) for row in rows]
+        drafts, draft_logits, n_drafted = self._draft(batch, rows, asked)
+        drafted_at = time.perf_counter()
+        ids = [list(tokens[:n]) for tokens, n in zip(drafts.tolist(), n_drafted)]
+        new = []
+        for row, tokens in zip(rows, ids):
+            held, length = self.depths.computed[row][0], len(batch.tokens[row])
+            new.append((batch.tokens[row][-1:] + tokens)[held - length + 1 :])
+        self.hidden = self.depths.deepen(rows, self.depths.embed(rows, new) if any(new) else [])
+        x = self.hidden[0][None] if len(rows) == 1 else pad(self.hidden)  # (B, K+1, C)
+        tokens, n_accepted, log_probs = batch.sampler.verify(
+            rows, batch.model.logits(x), drafts, draft_logits, n_drafted
+        )
+        verified_at = time.perf_counter()
+        n_layer = batch.model.config.n_layer
+        blocks = []
+        for i, row in enumerate(rows):
+            n = n_accepted[i]
+            last = "plain" if n_drafted[i] == 0 else "corrected" if n < n_drafted[i] else "bonus"
+            passes = self.depths.take_passes(row)
+            sources = ["draft"] * n + [last]
+            blocks.append(
+                Block(tokens[i][: n + 1], log_probs[i][: n + 1], sources, [n_layer] * (n + 1), n_drafted[i], passes)
+            )
+            self.lengths.learn(row, n_drafted[i], n)
+            stats = batch.generations[row].stats
+            stats.draft_seconds += drafted_at - began
+            stats.verify_seconds += verified_at - drafted_at
+        return blocks
+
+    def _draft(self, batch: Batch, rows: list[int], asked: list[int]):
+        """Drafts (B, K), their processed logits (B, K, V) or None, and how many count per row; K is the most of any row."""
+        where = [i for i, k in enumerate(asked) if k > 0]
+        if not where:
+            return torch.zeros(len(rows), 0, dtype=torch.int64, device=batch.model.device), None, [0] * len(rows)
+        max_k, n_vocab = max(asked), batch.model.config.n_vocab_used
+        tokens, logits, n = self.drafter.propose([rows[i] for i in where], max_k, batch.sampler)
+        n_drafted = [0] * len(rows)
+        for i, count in zip(where, torch.as_tensor(n).tolist()):
+            n_drafted[i] = min(count, asked[i])
+        width = max(n_drafted)
+        tokens = tokens[:, :width]
+        if width and not 0 <= int(tokens.min()) <= int(tokens.max()) < n_vocab:
+            raise ValueError(f"{type(self.drafter).__name__} proposed a token outside 0..{n_vocab - 1}")
+        logits = None if logits is None else logits[:, :width]
+        for i, row in enumerate(rows):  # drafts beyond a row's own k were run for nothing
+            self.depths.crop(row, len(batch.tokens[row]) + n_drafted[i])
+        if len(where) < len(rows):
+            tokens = _spread(tokens, where, len(rows))
+            logits = None if logits is None else _spread(logits, where, len(rows))
+        return tokens, logits, n_drafted
+
+    def commit(self, batch: Batch, rows: list[int], kept: list[list[int]]) -> None:
+        for row in rows:
+            self.depths.crop(row, len(batch.tokens[row]) - 1)
+        self.drafter.commit(rows, kept, [x[: len(tokens)] for x, tokens in zip(self.hidden, kept)])
+
+    def finish(self, batch: Batch) -> None:
+        pass
+
+
+def speculative_generate(
+    model: GPT,
+    drafter,
+    prompts: list[list[int]],
+    sampling: SamplingParams,
+    draft_len: int | str = 4,
+    verify: str = "rejection",
+    tokenizer=None,
+    on_tokens: Callable[[int, list[int]], None] | None = None,
+    *,
+    control: str | None = None,
+) -> list[Generation]:
+    """Decode with a drafter, losslessly: the same law as plain decoding (rejection) or the same tokens (coupled, greedy).
+
+    draft_len is the number of drafts per round (0 is plain), or "auto". verify "rejection" accepts most; "coupled" gives
+    token for token what plain decoding with that seed gives, whatever the drafter.
+    """
+    good = draft_len == "auto" or (isinstance(draft_len, int) and not isinstance(draft_len, bool) and draft_len >= 0)
+    if not good:
+        raise ValueError(f"draft_len is {draft_len!r}: it must be an integer >= 0, or 'auto'")
+    if verify not in ("rejection", "coupled"):
+        raise ValueError(f"verify is {verify!r}: choose rejection or coupled")
+    if hasattr(drafter, "check_target"):
+        drafter.check_target(model)
+    return run_loop(
+        model, prompts, sampling, SpeculativeStep(drafter, draft_len, verify), tokenizer, on_tokens, control
+    )
