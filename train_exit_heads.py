@@ -1,0 +1,689 @@
+"""Train the bundled models, and exit heads, on text that every machine has: the standard library of its Python.
+
+    python train_exit_heads.py --stage base                        # a target that learns its exits with it
+    python train_exit_heads.py --stage draft --model runs/base     # its drafter, a tenth of its cost
+    python train_exit_heads.py --stage exits --model runs/base     # exit heads alone, all else frozen
+    python train_exit_heads.py --stage report --model runs/base --draft runs/draft    # figures on held-out text
+
+A run shows loss, tokens/s and time left, logs to OUT/log.jsonl, and leaves in OUT the files of a checkpoint, in
+bfloat16, which load_checkpoint(OUT) reads. Ctrl-C writes a checkpoint and ends with status 130; the same command with
+--resume goes on as if nothing had happened. `torchrun --nproc-per-node=N train_exit_heads.py ...` uses N processes.
+"""
+
+import copy
+import dataclasses
+import datetime
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from checkpoint import Tokenizer, flag, load_checkpoint, parse_flags, pick_device, save_checkpoint, write_atomically
+from decode import SamplingParams, generate
+from model import GPT, GPTConfig
+from speculative import ModelDrafter, speculative_generate
+
+END_OF_TEXT = "<|endoftext|>"
+# Without look-arounds the pattern runs in linear time in both tiktoken and tokenizers, whatever the input. A newline
+# takes the indentation after it along, a word takes one space before it, and the last branch lets nothing fall out.
+SPLIT_PATTERN = r" ?[\p{L}_]+|\p{N}{1,2}| ?[^\s\p{L}\p{N}_]+|(?:\r?\n)+[ \t]*|[ \t]+|\s"
+# Tests, near-copies of one table (encodings, pydoc_data) and applications would flatter the held-out figure.
+SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "__pycache__"}
+
+
+# ---------------------------------------------------------------------------------------------------------- text
+
+
+def read_corpus(path: str = "") -> tuple[list[tuple[str, bytes]], str]:
+    """Sorted (name, content) of the training text and the sha256 of all of it. No path: the standard library."""
+    root = Path(path or sysconfig.get_path("stdlib"))
+    if root.is_file():
+        found = [root]
+        root = root.parent
+    elif path:
+        found = [p for p in root.rglob("*") if p.is_file() and not p.name.startswith(".")]
+    else:
+        found = [p for p in root.rglob("*.py") if not SKIPPED_FOLDERS & set(p.relative_to(root).parts[:-1])]
+    documents = sorted((p.relative_to(root).as_posix(), p.read_bytes()) for p in found)
+    if not sum(len(content) for _, content in documents):
+        raise ValueError(f"--data: no text in {root}")
+    digest = hashlib.sha256()
+    for name, content in documents:
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return documents, digest.hexdigest()
+
+
+def split_documents(documents):
+    """Training and held-out documents. A file's name alone decides, so a new Python version keeps the split."""
+    held_out = [hashlib.sha256(name.encode()).digest()[0] < 13 for name, _ in documents]  # 13 of 256: about 5%
+    if all(held_out) or not any(held_out):  # few files: the last tenth of each is held out instead
+        cuts = [len(content) * 9 // 10 for _, content in documents]
+        pairs = list(zip(documents, cuts))
+        return [(n, c[:cut]) for (n, c), cut in pairs], [(n, c[cut:]) for (n, c), cut in pairs]
+    return (
+        [d for d, out in zip(documents, held_out) if not out],
+        [d for d, out in zip(documents, held_out) if out],
+    )
+
+
+def train_tokenizer(documents, vocab_size: int) -> Tokenizer:
+    """Byte-level BPE over the documents: ids 0..255 are the bytes, then merges, the highest id ends a document."""
+    try:  # only whoever trains a tokenizer needs the library
+        import tokenizers
+        from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+    except ImportError:
+        raise ValueError("--stage base trains a tokenizer and needs a library for it: pip install tokenizers") from None
+
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    split = Split(tokenizers.Regex(SPLIT_PATTERN), "isolated")
+    bpe.pre_tokenizer = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator((content.decode("utf-8", errors="replace") for _, content in documents), trainer)
+    # The library spells bytes as printable characters: those that are printable stand for themselves, the others
+    # follow from U+0100 on, in order.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    spelled = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    vocab = bpe.get_vocab()
+    pieces = [bytes(spelled[c] for c in word) for word in sorted(vocab, key=vocab.get)]
+    pieces = [bytes([b]) for b in range(256)] + [piece for piece in pieces if len(piece) > 1]
+    end = len(pieces)
+    ranks = {piece: rank for rank, piece in enumerate(pieces)}
+    return Tokenizer(ranks, SPLIT_PATTERN, {END_OF_TEXT: end}, bos_id=end, eos_ids=(end,))
+
+
+def token_stream(documents, tokenizer) -> torch.Tensor:
+    """All documents as one int32 tensor (N,), each behind an end-of-text token, which so also starts a text."""
+    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    ids = [i for _, content in documents for i in start + tokenizer.encode(content.decode("utf-8", errors="replace"))]
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(n_windows: int, length: int, epoch: int, seed: int) -> tuple[int, list[int]]:
+    """An epoch cuts the stream into windows from its own offset, and reads them in its own order."""
+    rng = random.Random(f"{seed} {epoch}")
+    return rng.randrange(length), rng.sample(range(n_windows), n_windows)
+
+
+def sequence(stream: torch.Tensor, index: int, length: int, seed: int) -> torch.Tensor:
+    """The index-th training sequence, (length + 1,) tokens of the stream.
+
+    A function of its arguments alone, and so exact after a resume and for any number of processes.
+    """
+    n_windows = (len(stream) - 1) // length - 1  # one fewer than fit: room for the offset
+    if n_windows < 1:
+        raise ValueError(f"--data: {len(stream)} tokens are too few for sequences of {length}")
+    epoch, place = divmod(index, n_windows)
+    offset, order = epoch_order(n_windows, length, epoch, seed)
+    start = offset + order[place] * length
+    return stream[start : start + length + 1].long()
+
+
+# ------------------------------------------------------------------------------------------------------- losses
+
+
+class Losses(torch.nn.Module):
+    """compute(*models, *batch) -> one number per loss, as a module with one forward: DistributedDataParallel wants it."""
+
+    def __init__(self, compute, *models: GPT):
+        super().__init__()
+        self.compute, self.models = compute, torch.nn.ModuleList(models)
+
+    def forward(self, *batch):
+        return torch.stack(self.compute(*self.models, *batch))
+
+
+def base_losses(model: GPT, tokens, kept):
+    """tokens (B, T+1), layers that run -> cross-entropy of the final head, then of each exit; then KL of each exit to
+    the final head, which does not feel that pull."""
+    *states, last = hidden_states(model, tokens[:, :-1], kept)
+    final, labels = log_law(model, last), tokens[:, 1:]
+    guesses = [log_law(model, x, layer) for x, layer in zip(states, model.config.exit_layers)]
+    losses = [cross_entropy(guess, labels) for guess in (final, *guesses)]
+    return losses + [divergence(final.detach(), guess) for guess in guesses]
+
+
+def draft_losses(model: GPT, target: GPT, tokens):
+    """tokens (B, T) -> KL to the target, cross-entropy to the target's argmax, share of equal argmax."""
+    with torch.no_grad():
+        teacher = log_law(target, hidden_states(target, tokens)[-1])  # (B, T, V)
+    guess, best = log_law(model, hidden_states(model, tokens)[-1]), teacher.argmax(-1)
+    return [divergence(teacher, guess), cross_entropy(guess, best), (guess.argmax(-1) == best).float().mean()]
+
+
+def exit_losses(model: GPT, tokens):
+    """tokens (B, T) -> of each exit KL to the final head (through adapter "draft"), then cross-entropy to its argmax
+    (adapter "exit"): a drafter wants the whole distribution, an exit its best token and an honest confidence."""
+    with torch.no_grad():
+        *states, last = hidden_states(model, tokens)
+        teacher = log_law(model, last)
+    pairs = list(zip(states, model.config.exit_layers))
+    losses = [divergence(teacher, log_law(model, x, layer, "draft")) for x, layer in pairs]
+    return losses + [cross_entropy(log_law(model, x, layer), teacher.argmax(-1)) for x, layer in pairs]
+
+
+def hidden_states(model: GPT, tokens, kept=None) -> list[torch.Tensor]:
+    """x (B, T, C) at each exit and at the end; kept: the layers that run, all of them when None."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    x, states = model.embed(tokens, positions), []
+    for layer in range(model.config.n_layer):
+        if kept is None or layer in kept:
+            x = model.run_layers(x, None, positions, layer, layer + 1)
+        if layer + 1 in (*model.config.exit_layers, model.config.n_layer):
+            states.append(x)
+    return states
+
+
+def log_law(model: GPT, x, exit_layer=None, adapter="exit"):
+    """Log-probabilities of the tokens that are no padding."""
+    return model.logits(x, exit_layer, adapter)[..., : model.config.n_vocab_used].float().log_softmax(-1)
+
+
+def cross_entropy(log_probs, labels):
+    return -log_probs.gather(-1, labels[..., None]).mean()
+
+
+def divergence(teacher, guess):
+    """KL(teacher || guess), both log-probabilities (..., V)."""
+    return (teacher.exp() * (teacher - guess)).sum(-1).mean()
+
+
+def products(config, device):
+    """Matrix products in --precision, all else in float32."""
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=config.precision == "bfloat16")
+
+
+@torch.no_grad()
+def evaluate(config, model: GPT, tokenizer: Tokenizer, stream: torch.Tensor, max_windows=None) -> dict:
+    """On held-out text: bits per byte of the final head; cross-entropy (nats a token), agreement of the argmax with the
+    final head's, and KL to it, of each exit.
+
+    Windows overlap by half and only the second half counts (all of the first window), so that a token is predicted from
+    at least T/2 tokens wherever the text has them. max_windows spreads so many windows over the text.
+    """
+    length, exits = min(model.config.block_size, len(stream) - 1), model.config.exit_layers
+    starts = range(0, len(stream) - length, max(length // 2, 1))
+    starts = starts[:: -(-len(starts) // (max_windows or len(starts)))]
+    ends = set(tokenizer.special.values())  # ends of documents are predicted, but are no bytes of the text
+    n_bytes = torch.tensor([0 if i in ends else len(tokenizer.decode_bytes([i])) for i in range(tokenizer.n_vocab)])
+    sums, total_bytes, n_tokens = torch.zeros(len(exits) + 1, 3, dtype=torch.float64), 0, 0
+    for start in starts:
+        window, skipped = stream[start : start + length + 1].long().to(model.device), length // 2 if start else 0
+        labels = window[1 + skipped :]
+        with products(config, model.device):
+            states = [x[0, skipped:] for x in hidden_states(model, window[None, :-1])]
+            guesses = [log_law(model, x, layer) for x, layer in zip(states, (*exits, None))]  # (T, V) each
+        for row, guess in enumerate(guesses):
+            agreement = (guess.argmax(-1) == guesses[-1].argmax(-1)).float().mean()
+            figures = torch.stack([cross_entropy(guess, labels), agreement, divergence(guesses[-1], guess)])
+            sums[row] += figures.double().cpu() * len(labels)
+        n_tokens += len(labels)
+        total_bytes += int(n_bytes[labels.cpu()].sum())
+    means, names = (sums / n_tokens).tolist(), ("cross_entropy", "agreement", "kl")
+    return {
+        "bits_per_byte": sums[-1, 0].item() / math.log(2) / max(total_bytes, 1),
+        "cross_entropy": means[-1][0],
+        "exits": {str(layer): dict(zip(names, row)) for layer, row in zip(exits, means)},
+        "tokens": n_tokens,
+        "bytes": total_bytes,
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- flags
+
+STAGES = {  # what differs between stages: shapes, and a schedule of about 75, 15 and 5 minutes on two CPU cores
+    "base": {"n_layer": 16, "n_embd": 256, "n_head": 4, "n_kv_head": 2, "n_hidden": 768, "block_size": 512}
+    | {"steps": 2000, "batch_size": 8, "lr": 4e-3},
+    "draft": {"n_layer": 2, "n_embd": 192, "n_head": 3, "n_kv_head": 1, "n_hidden": 512, "block_size": 512}
+    | {"steps": 700, "batch_size": 16, "lr": 4e-3},
+    "exits": {"steps": 200, "batch_size": 16, "lr": 1e-3},
+}
+
+
+def by_stage(name: str, text: str, parse=int):
+    """A flag whose default depends on the stage."""
+    defaults = "; ".join(f"{stage} {values[name]}" for stage, values in STAGES.items() if name in values)
+    return flag(None, f"{text} ({defaults})", parse=parse)
+
+
+def layers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part)
+
+
+PLACES = ("out", "data", "model", "draft", "resume")  # flags that mean nothing to whoever gets the weights
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    stage: str = flag("base", "what to do; all but base need --model", choices=(*STAGES, "report"))
+    out: str = flag(None, "folder of the run (runs/STAGE); report: the result file (results/models.json)", parse=str)
+    resume: bool = flag(False, "go on from the checkpoint in --out as if it had never stopped; same flags, same text")
+    data: str = flag("", "a file or folder of text instead of Python's standard library")
+    model: str = flag("stdlib", "stages draft, exits, report: the frozen target")
+    draft: str = flag("stdlib-draft", "stage report: the drafter")
+    vocab_size: int = flag(2048, "stage base: more tokens make texts shorter and the heads dearer")
+    n_layer: int = by_stage("n_layer", "more layers: better and slower, and more to skip")
+    n_embd: int = by_stage("n_embd", "wider is better; size and cost grow with the square")
+    n_head: int = by_stage("n_head", "query heads: more of them, each narrower")
+    n_kv_head: int = by_stage("n_kv_head", "fewer than --n-head: a smaller cache, slightly worse")
+    n_hidden: int = by_stage("n_hidden", "width inside the MLP, where most parameters are")
+    block_size: int = by_stage("block_size", "longest text of the model; attention costs its square")
+    exit_layers: tuple[int, ...] = flag(
+        (4, 8, 12), "stage base: depths that get a head; each costs a step 5%", parse=layers
+    )
+    adapters: bool = flag(
+        False, "stage exits: give each exit a translator to draft and one to exit; a product more per use"
+    )
+    samples: int = flag(1536, "stages draft, exits: texts of the target's own to learn from; most of the start-up time")
+    steps: int = by_stage("steps", "optimiser steps; the schedule stretches with them")
+    batch_size: int = by_stage("batch_size", "sequences a step and process: fewer are noisier, but give more steps")
+    lr: float = by_stage("lr", "peak rate; Muon's updates have the size of AdamW's, so it holds for both", float)
+    weight_decay: float = flag(0.1, "pull of the matrices towards 0; more helps when the text repeats")
+    warmup: int = flag(60, "steps with a rising rate; too few risk a spike")
+    decay: float = flag(0.35, "last share of the steps, where the rate falls to 0 and the loss drops most")
+    layer_dropout: float = flag(0.1, "stage base: chance to skip the last layer in a step; helps exits, costs the end")
+    exit_weight: float = flag(0.3, "stage base: weight of each exit beside the final head's 1")
+    distill: float = flag(0.5, "share of an exit's or drafter's loss that is KL to the target; the rest is hard labels")
+    eval_every: int = flag(200, "steps between looks at held-out text, a few seconds each")
+    save_every: float = flag(180.0, "seconds between checkpoints: what a crash can cost")
+    precision: str = flag(
+        "bfloat16",
+        "of matrix products: float32 is slower, and equal for any number of processes to 1e-4",
+        choices=("bfloat16", "float32"),
+    )
+    device: str = flag("auto", "cpu, cuda, or auto")
+    seed: int = flag(0, "of weights, order of the text, layer dropout and samples")
+
+    def __post_init__(self):
+        self.out = self.out or ("results/models.json" if self.stage == "report" else f"runs/{self.stage}")
+        for name, value in STAGES.get(self.stage, {}).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        for name in ("steps", "batch_size", "block_size", "eval_every", "samples"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
+        if not 256 < self.vocab_size:
+            raise ValueError(f"--vocab-size is {self.vocab_size}: it must be above 256, one for each byte and one more")
+        for name in ("decay", "layer_dropout", "distill"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be from 0 to 1")
+
+
+# --------------------------------------------------------------------------------------------------------- loop
+
+
+@dataclasses.dataclass
+class Task:
+    """What a stage trains. Everything random in `batch` is a function of (seed, step)."""
+
+    model: GPT
+    losses: torch.nn.Module  # forward(*batch(step)) -> one number per entry of weights
+    weights: dict[str, float]  # name of a loss -> its weight in the sum; 0 is only watched
+    batch: object  # step -> arguments, the tokens first
+    look: object  # () -> figures on held-out text
+    tokenizer: Tokenizer
+    text_hash: str
+
+
+def processes() -> tuple[int, int]:
+    """(this process, how many there are), as torchrun tells."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rate(config: TrainConfig, step: int) -> float:
+    """Share of the peak rate: up, level, and down to 0. A function of step / steps behind the warm-up, so that a run can
+    be stopped on its plateau and resumed with other --steps."""
+    return min(1.0, (step + 1) / max(config.warmup, 1), (config.steps - step) / max(config.decay * config.steps, 1))
+
+
+def kept_layers(config: TrainConfig, step: int) -> set[int]:
+    """The layers that run in a step: the deeper, the likelier to be left out, from 0 up to layer_dropout, exponentially
+    as in LayerSkip, so that early layers learn to be enough. The same on every process."""
+    rng, last = random.Random(f"{config.seed} {step} layers"), max(config.n_layer - 1, 1)
+    return {i for i in range(config.n_layer) if rng.random() >= config.layer_dropout * (2 ** (i / last) - 1)}
+
+
+def make_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, whose updates it makes orthogonal; AdamW for embeddings, norms and biases."""
+    trained = [(p.ndim == 2 and name.startswith(("blocks.", "exits.")), p) for name, p in model.named_parameters()]
+    matrices, others = ([p for is_matrix, p in trained if is_matrix == which and p.requires_grad] for which in (1, 0))
+    optimizers = [torch.optim.AdamW(others, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    if matrices:
+        muon = functools.partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")  # updates of AdamW's size
+        optimizers.append(muon(matrices, lr=config.lr, weight_decay=config.weight_decay))
+    return optimizers
+
+
+def train(config: TrainConfig, task: Task) -> int:
+    """The loop of every stage; returns the exit status. The weights, the optimisers' states and the number of steps
+    done are the whole state of a run, because nothing random has a state of its own.
+
+    1. losses of this step's batch; their weighted sum is minimised
+    2. the optimisers' step, at the rate of this step
+    3. a line in the log; now and then a look at held-out text, and a checkpoint
+    """
+    rank, n_processes = processes()
+    model, folder, names = task.model, Path(config.out), list(task.weights)
+    weights = torch.tensor(list(task.weights.values()), device=model.device)
+    losses, optimizers = task.losses, make_optimizers(model, config)
+    folder.mkdir(parents=True, exist_ok=True)
+    step, seconds = load_state(config, task, optimizers) if config.resume else (0, 0.0)
+    log = folder / "log.jsonl"
+    if rank == 0:  # lines beyond the checkpoint will be written again
+        lines = log.read_text().splitlines(keepends=True) if config.resume and log.exists() else []
+        write_atomically(log, lambda p: p.write_text("".join(x for x in lines if json.loads(x)["step"] < step)))
+    if n_processes > 1:  # a layer that is left out leaves parameters without a gradient
+        unused = config.stage == "base" and config.layer_dropout > 0
+        losses = torch.nn.parallel.DistributedDataParallel(losses, find_unused_parameters=unused)
+    heard = []
+
+    def hear(number, _):  # acted on between steps; a second signal is not waited for
+        sys.exit(128 + number) if heard else heard.append(number)
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    saved_at, started = time.time(), time.time() - seconds
+    bar = tqdm(total=config.steps, initial=step, desc=config.stage, disable=rank > 0, dynamic_ncols=True, mininterval=1)
+    with bar, log.open("a") as file:
+        while step < config.steps and not heard:
+            began = time.time()
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = config.lr * rate(config, step)
+            arguments = task.batch(step)
+            with products(config, model.device):
+                parts = losses(*arguments)
+            (parts * weights).sum().backward()
+            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            parts = torch.cat((parts.detach(), weights.new_tensor([max(heard, default=0)])))
+            if n_processes > 1:  # a signal that one process heard stops all of them behind the same step
+                dist.all_reduce(parts)
+                parts[:-1] /= n_processes
+                heard = heard or [signal.SIGINT] * bool(parts[-1])
+            if not parts.isfinite().all():
+                raise ValueError(f"the loss is not finite at step {step}: lower --lr, or --resume the last checkpoint")
+            seconds = time.time() - started
+            speed = arguments[0].numel() * n_processes / (time.time() - began)
+            record = {"step": step, **dict(zip(names, parts.tolist()))}
+            record |= {"rate": rate(config, step), "seconds": seconds, "tokens_per_second": speed}
+            step += 1
+            if rank == 0:
+                if step % config.eval_every == 0 or step == config.steps:
+                    record["held_out"] = task.look()
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+            bar.set_postfix_str(f"{names[0]} {record[names[0]]:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            bar.update()
+            if rank == 0 and time.time() - saved_at > config.save_every:
+                save_state(config, task, optimizers, step, seconds)
+                saved_at = time.time()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if rank == 0:
+        save_state(config, task, optimizers, step, seconds)
+        draw_curves(log, names)
+        print(f"{'stopped' if heard else 'done'} after {step} steps: {folder}", file=sys.stderr)
+    if n_processes > 1:  # a process that leaves early would tear the others' connections
+        dist.barrier()
+    return 128 + heard[0] if heard else 0
+
+
+def save_state(config, task, optimizers, step, seconds) -> None:
+    """The run's state in float32 for --resume, and the model as a checkpoint for everybody."""
+    state = {"step": step, "seconds": seconds, "corpus": task.text_hash, "model": task.model.state_dict()}
+    state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
+    write_atomically(Path(config.out) / "train.pt", lambda p: torch.save(state, p))
+    flags = {name: value for name, value in dataclasses.asdict(config).items() if name not in PLACES}
+    text = Path(config.data).name or f"standard library of Python {platform.python_version()}"
+    origin = {"text": text, "text_sha256": task.text_hash, "steps_done": step, "seconds": round(seconds)}
+    meta = {"flags": flags, "torch": torch.__version__, **origin}
+    save_checkpoint(config.out, copy.deepcopy(task.model).bfloat16(), task.tokenizer, meta)
+
+
+def load_state(config, task, optimizers) -> tuple[int, float]:
+    """Put the run's state into model and optimisers; returns the steps done and the seconds spent."""
+    file = Path(config.out) / "train.pt"
+    if not file.exists():
+        raise ValueError(f"--resume: there is no checkpoint {file}")
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    if state["corpus"] != task.text_hash:
+        raise ValueError(f"--resume: {file} was trained on another text")
+    if {n: t.shape for n, t in state["model"].items()} != {n: t.shape for n, t in task.model.state_dict().items()}:
+        raise ValueError(f"--resume: {file} holds a model of another shape than the flags say")
+    task.model.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"]):
+        optimizer.load_state_dict(saved)
+    return state["step"], state["seconds"]
+
+
+def draw_curves(log: Path, names: list[str]) -> None:
+    """curves.png beside the log, where matplotlib is installed."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        return
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    width = min(len(records), 50)
+    for name in names if records else ():
+        smooth = torch.tensor([record[name] for record in records]).unfold(0, width, 1).mean(-1)
+        axes.plot([record["step"] for record in records][width - 1 :], smooth, label=name, linewidth=1)
+    axes.set(xlabel="step", ylabel=f"mean of {width} steps (losses in nats a token)", yscale="log")
+    axes.legend()
+    figure.savefig(log.with_name("curves.png"), dpi=120)
+    pyplot.close(figure)
+
+
+# ------------------------------------------------------------------------------------------------------- stages
+
+
+def base_task(config: TrainConfig) -> Task:
+    documents, text_hash = read_corpus(config.data)
+    training, held_out = split_documents(documents)
+    tokenizer = train_tokenizer(training, config.vocab_size)
+    stream, held_out = token_stream(training, tokenizer), token_stream(held_out, tokenizer)
+    sequence(stream, 0, config.block_size, config.seed)  # a text that is too short is said now
+    model = new_model(config, tokenizer, exit_layers=config.exit_layers)
+
+    def batch(step):
+        return corpus_batch(config, stream, step, config.block_size + 1).to(model.device), kept_layers(config, step)
+
+    weights = {"loss": 1.0}
+    weights |= {f"loss_{e}": config.exit_weight * (1 - config.distill) for e in config.exit_layers}
+    weights |= {f"kl_{e}": config.exit_weight * config.distill for e in config.exit_layers}
+
+    def look():
+        return evaluate(config, model, tokenizer, held_out, max_windows=32)
+
+    return Task(model, Losses(base_losses, model), weights, batch, look, tokenizer, text_hash)
+
+
+def new_model(config: TrainConfig, tokenizer: Tokenizer, **more) -> GPT:
+    torch.manual_seed(config.seed)
+    shape = {name: getattr(config, name) for name in ("n_layer", "n_embd", "n_head", "n_kv_head", "n_hidden")}
+    shape |= {"vocab_size": tokenizer.n_vocab, "block_size": config.block_size, **more}
+    return GPT(GPTConfig(arch="llama", **shape)).to(pick_device(config.device))
+
+
+def corpus_batch(config, stream, step, length) -> torch.Tensor:
+    """This process's (B, length) sequences of a step: N processes read what one would read with N times the batch."""
+    rank, n_processes = processes()
+    first = (step * n_processes + rank) * config.batch_size
+    return torch.stack([sequence(stream, first + i, length - 1, config.seed) for i in range(config.batch_size)])
+
+
+def frozen_target(config: TrainConfig):
+    """The target with its tokenizer, and training and held-out text in its tokens, with the text's hash."""
+    documents, text_hash = read_corpus(config.data)
+    training, held_out = split_documents(documents)
+    target, tokenizer = load_checkpoint(config.model, device=config.device, dtype="float32")
+    if tokenizer is None:
+        raise ValueError(f"--model {config.model}: it has no tokenizer that could read the text")
+    target.requires_grad_(False)
+    return target, tokenizer, token_stream(training, tokenizer), token_stream(held_out, tokenizer), text_hash
+
+
+def own_texts(config: TrainConfig, target: GPT, stream: torch.Tensor, length: int) -> torch.Tensor:
+    """(samples, length) tokens of the target's own: 16 to length/2 tokens of the text, which it then continues, three
+    times in four greedily and else at temperature 1. Drafts are judged on such text, not on the corpus.
+
+    Written once, to OUT/samples.pt: resuming and the other processes read it there.
+    """
+    file, (rank, n_processes), n_rows = Path(config.out) / "samples.pt", processes(), min(64, config.samples)
+    if rank == 0 and not (config.resume and file.exists()):
+        texts, rng = [], random.Random(f"{config.seed} prompts")
+        for group in tqdm(range(-(-config.samples // n_rows)), desc="the target writes", dynamic_ncols=True):
+            n_prompt = rng.randrange(16, max(length // 2, 17))
+            starts = [rng.randrange(len(stream) - n_prompt) for _ in range(n_rows)]
+            prompts = [stream[start : start + n_prompt].tolist() for start in starts]
+            sampling = SamplingParams(length - n_prompt, float(group % 4 == 3), seed=config.seed + group * n_rows)
+            written = generate(target, prompts, sampling)
+            if any(row.finish_reason == "interrupted" for row in written):
+                raise KeyboardInterrupt
+            texts += [prompt + row.tokens for prompt, row in zip(prompts, written)]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, lambda p: torch.save(torch.tensor(texts, dtype=torch.int32), p))
+    if n_processes > 1:
+        dist.barrier()
+    return torch.load(file, weights_only=True)
+
+
+def own_batches(config: TrainConfig, target: GPT, stream: torch.Tensor):
+    """step -> (B, T) tokens: two steps on the target's own texts, then one on the corpus at full length, so that what
+    is learnt holds for any text and for all positions."""
+    length = min(target.config.block_size, config.block_size or target.config.block_size)
+    texts, (rank, n_processes) = own_texts(config, target, stream, length // 2), processes()
+
+    def batch(step):
+        if step % 3 == 2:
+            return (corpus_batch(config, stream, step // 3, length).to(target.device),)
+        first, rows = ((step - step // 3) * n_processes + rank) * config.batch_size, []
+        for epoch, place in (divmod(first + i, len(texts)) for i in range(config.batch_size)):
+            rows.append(texts[epoch_order(len(texts), 1, epoch, config.seed)[1][place]])
+        return (torch.stack(rows).long().to(target.device),)
+
+    return batch
+
+
+def draft_task(config: TrainConfig) -> Task:
+    target, tokenizer, stream, held_out, text_hash = frozen_target(config)
+    model = new_model(config, tokenizer)
+    table = target.token_embedding.weight
+    if model.config.n_embd <= target.config.n_embd:  # start from the target's idea of the tokens, in fewer directions
+        directions = torch.linalg.svd(table, full_matrices=False).Vh[: model.config.n_embd]
+        model.token_embedding.weight.data.copy_(table[: tokenizer.n_vocab] @ directions.T)
+    losses = Losses(draft_losses, model, target)
+    weights = {"kl": config.distill, "cross_entropy": 1 - config.distill, "agreement": 0.0}
+
+    @torch.no_grad()
+    def look():
+        length = min(config.block_size, len(held_out) - 1)
+        starts = range(0, len(held_out) - length, max((len(held_out) - length) // 32, 1))
+        with products(config, model.device):
+            parts = [losses(held_out[None, start : start + length].long().to(model.device)) for start in starts]
+        return dict(zip(weights, torch.stack(parts).mean(0).tolist()))
+
+    return Task(model, losses, weights, own_batches(config, target, stream), look, tokenizer, text_hash)
+
+
+def exits_task(config: TrainConfig) -> Task:
+    target, tokenizer, stream, held_out, text_hash = frozen_target(config)
+    if not target.config.exit_layers and not config.exit_layers:
+        raise ValueError("--exit-layers: name at least one depth")
+    exits = target.config.exit_layers or config.exit_layers
+    adapters = ("exit", "draft") if config.adapters else target.config.exit_adapters
+    model = GPT(dataclasses.replace(target.config, exit_layers=exits, exit_adapters=adapters)).to(target.device)
+    if not target.config.exit_layers:  # new exits begin as the final head
+        for head in model.exits.values():
+            head.norm.load_state_dict(target.final_norm.state_dict())
+    model.load_state_dict(target.state_dict(), strict=False)
+    model.requires_grad_(False).exits.requires_grad_(True)
+    weights = {f"kl_{e}": config.distill for e in exits} | {f"loss_{e}": 1 - config.distill for e in exits}
+
+    def look():
+        return evaluate(config, model, tokenizer, held_out, max_windows=32)
+
+    batches = own_batches(config, target, stream)
+    return Task(model, Losses(exit_losses, model), weights, batches, look, tokenizer, text_hash)
+
+
+def report(config: TrainConfig) -> int:
+    """Figures of finished models on held-out text, into the file --out."""
+    target, tokenizer, _, held_out, text_hash = frozen_target(config)
+    drafter, _ = load_checkpoint(config.draft, device=config.device, dtype="float32")
+    result = {"target": evaluate(config, target, tokenizer, held_out), "draft": {}}
+    n_prompts, draft_len, n_prompt = 32, 4, min(64, target.config.block_size // 2)
+    n_new = min(128, target.config.block_size - n_prompt)
+    places = torch.linspace(0, len(held_out) - n_prompt - 1, n_prompts).long()
+    prompts = [held_out[place : place + n_prompt].tolist() for place in places]
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(n_new, temperature, seed=config.seed)
+        stats = [g.stats for g in speculative_generate(target, ModelDrafter(drafter), prompts, sampling, draft_len)]
+        accepted, drafted = (
+            [sum(s[i] for s in (getattr(stat, name) for stat in stats) if i < len(s)) for i in range(draft_len)]
+            for name in ("accepted_by_position", "drafted_by_position")
+        )
+        result["draft"][f"temperature {temperature:g}"] = {
+            "alpha": sum(accepted) / max(sum(accepted) + sum(s.corrected for s in stats), 1),
+            "accepted_of_drafted_by_position": [a / max(d, 1) for a, d in zip(accepted, drafted)],
+            "tokens_per_target_pass": sum(s.tokens for s in stats) / sum(s.rounds for s in stats),
+        }
+    sizes = [sum(p.numel() for n, p in m.named_parameters() if "exits" not in n) for m in (target, drafter)]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    result |= {
+        "parameters_read_per_token": dict(zip(("target", "draft"), sizes)),
+        "cost_of_draft_to_target": sizes[1] / sizes[0],
+        "prompts": f"{n_prompts} x {n_prompt} tokens of held-out files, {n_new} new tokens, draft length {draft_len}",
+        "text_sha256": text_hash,
+        "command": " ".join(["python", *sys.argv]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, device {target.device}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "commit": commit.stdout.strip() or None,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    Path(config.out).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(config.out, lambda p: p.write_text(json.dumps(result, indent=1) + "\n"))
+    print(json.dumps(result))
+    return 0
+
+
+def main(argv=None) -> int:
+    config = parse_flags(TrainConfig, argv, description=__doc__, prog="train_exit_heads.py")
+    _, n_processes = processes()
+    try:
+        if n_processes > 1:
+            dist.init_process_group("nccl" if pick_device(config.device).type == "cuda" else "gloo")
+        if config.stage == "report":
+            return report(config)
+        task = {"base": base_task, "draft": draft_task, "exits": exits_task}[config.stage](config)
+        return train(config, task)
+    except (ValueError, OSError) as error:
+        print(f"train_exit_heads.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("train_exit_heads.py: stopped before the first step", file=sys.stderr)
+        return 130
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
