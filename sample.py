@@ -1,0 +1,460 @@
+"""Sample from a model in three ways, and see what speculation and early exit buy.
+
+    python sample.py                                                  # bundled model: the three ways, compared
+    python sample.py --mode speculative --prompt "def area("          # one way, one prompt
+    python sample.py --mode plain --num-samples 3 --json --metrics log.jsonl
+
+Without arguments it needs neither network nor GPU. It streams a completion decoded plainly, then one that a small model
+drafts and the large one verifies, then one that leaves the model at the first confident exit, on a terminal with each
+token in the colour of its source; then a table of speeds, and of how much of the text is the same. Errors are one line
+on stderr and exit status 2.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while torch is imported, which takes a second
+
+import codecs
+import io
+import json
+import math
+import platform
+import subprocess
+import time
+import warnings
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+import kernels
+from checkpoint import Parser, flag, load_checkpoint, parse_flags
+from decode import Generation, PlainStep, SamplingParams, run_loop
+from early_exit import EarlyExitStep, check_thresholds
+from speculative import ExitDrafter, ModelDrafter, NGramDrafter, SpeculativeStep
+
+DEFAULT_PROMPT = '"""Read and write tables of text."""\n\nimport os\nimport re\n\n\nclass Table:\n    """A table of'
+MODES = ("compare", "plain", "speculative", "early-exit", "auto")
+MAX_PROMPT_BYTES = 1 << 24  # no context holds more, and @/dev/zero has no end
+REPEATS, REPEAT_SECONDS = 5, 10.0  # silent runs behind the table: at most so many of each, none begun after that time
+COLOURS = {"draft": 32, "corrected": 31, "bonus": 36, "exit": 35}  # green, red, cyan, magenta
+# A model may well say ESC: on a terminal, control characters are replaced by their pictures.
+PICTURES = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {i: 0xFFFD for i in range(127, 160)}
+
+
+def draft_length(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def layer_numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+@dataclass
+class Config:
+    model: str = flag("stdlib", "a bundled model by name, or a folder or file of weights by path")
+    draft: str | None = flag(None, "none, ngram (free, for text that repeats itself), exit (the model's own first layers), "
+                             "or a small model: guesses well, costs more (stdlib-draft, or ngram)", parse=str)  # fmt: skip
+    mode: str = flag("compare", "compare runs three of them; auto drafts while that pays", MODES)
+    prompt: str | None = flag(None, "TEXT, @FILE, or - for stdin; special tokens in it count (some Python)", parse=str)
+    max_new_tokens: int = flag(SamplingParams.max_new_tokens, "longest completion; time grows with it")
+    temperature: float | None = flag(None, "0 takes the best token, more is bolder (0 to compare, else 1)", parse=float)
+    top_k: int = flag(SamplingParams.top_k, "draw from the k best tokens: fewer is safer and duller; 0 is off")
+    top_p: float = flag(SamplingParams.top_p, "draw from the fewest tokens that hold this share; 1 is off")
+    min_p: float = flag(SamplingParams.min_p, "drop tokens below this share of the best one's chance; 0 is off")
+    repetition_penalty: float = flag(SamplingParams.repetition_penalty, "above 1 shuns tokens seen before; 1 is off")
+    seed: int = flag(SamplingParams.seed, "sample i uses seed + i; the same seed gives the same text")
+    stop: tuple[str, ...] = flag((), "text that ends a sample and is not shown; may be given several times", parse=str)
+    draft_len: int | str = flag(4, "drafts a round: more to win, more to throw away; or auto", parse=draft_length)
+    verify: str = flag("rejection", "rejection accepts most; coupled keeps plain's text", ("rejection", "coupled"))
+    exit_layer: tuple[int, ...] = flag((), "exits to use, such as 4,8: shallow is fast, unsure (all; --draft exit: first)",
+                                       parse=layer_numbers)  # fmt: skip
+    exit_threshold: float = flag(0.9, "confidence to leave at: lower is faster and strays more; above 1 never leaves")
+    confidence: str = flag("max_prob", "judge of an exit; max_prob costs least", ("max_prob", "margin", "entropy"))
+    kv_fill: str = flag("recompute", "skipped keys: exact later, or approximate now", ("recompute", "propagate"))
+    num_samples: int = flag(1, "samples in one batch: more tokens/s in all, fewer for each")
+    device: str = flag("auto", "cpu, cuda, or auto: cuda where there is one")
+    dtype: str = flag("auto", "float64 is exact and slow, bfloat16 small and coarse; auto: float32 on a CPU")
+    quantize: str | None = flag(None, "smaller weights for slightly worse text: not there yet", parse=str)
+    metrics: str | None = flag(None, "append what --json prints to this file, which grows with each run", parse=str)
+    json: bool = flag(False, "one JSON object per sample and mode on stdout, and nothing else there")
+    chat: bool = flag(False, "the prompt is a message to an instruct model: not there yet")
+    threads: int = flag(0, "CPU threads: more than there are cores is slower; 0 leaves it to torch")
+    impl: str = flag("auto", "torch runs anywhere, triton faster: not there yet", ("auto", "triton", "torch"))
+    control: str | None = flag(None, "a file, read every round: decoding is plain while it says plain", parse=str)
+
+    def __post_init__(self):
+        k = self.draft_len
+        for good, message in (
+            (self.quantize is None, "--quantize is not there yet: leave it out"),
+            (not self.chat, "--chat is not there yet: leave it out, and put the model's own markers into --prompt"),
+            (self.impl != "triton", "--impl triton is not there yet: choose auto or torch"),
+            (k == "auto" or k >= 0, f"--draft-len is {k}: it must be an integer >= 0, or auto"),
+            (1 <= self.num_samples <= 1024, f"--num-samples is {self.num_samples}: it must be from 1 to 1024"),
+            (0 <= self.threads <= 1024, f"--threads is {self.threads}: it must be from 0 to 1024"),
+            (self.mode != "speculative" or self.draft != "none", "--mode speculative needs another drafter than none"),
+        ):
+            if not good:
+                raise ValueError(message)
+        check_thresholds(self.exit_threshold, (1,))
+        if self.temperature is None:
+            self.temperature = 0.0 if self.mode == "compare" else SamplingParams.temperature
+        self.sampling()
+
+    def sampling(self, stop_tokens=()) -> SamplingParams:
+        ours = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
+        return SamplingParams(**ours, stop_tokens=stop_tokens, stop_strings=self.stop)
+
+
+def read_config(argv) -> Config:
+    stops = Parser("sample.py", add_help=False, allow_abbrev=False)  # the other one keeps the last of a repeated flag
+    stops.add_argument("--stop", action="append", default=[])
+    known, others = stops.parse_known_args(argv)
+    return replace(parse_flags(Config, others, "sample.py", __doc__), stop=tuple(known.stop))
+
+
+def read_prompt(source: str | None) -> str:
+    if source is None or (source != "-" and not source.startswith("@")):
+        return DEFAULT_PROMPT if source is None else source
+    try:
+        with open(0 if source == "-" else source[1:], "rb", closefd=source != "-") as file:
+            data = file.read(MAX_PROMPT_BYTES + 1)
+    except OSError as error:
+        hint = "" if source == "-" else " (text that begins with @ can come by stdin)"
+        raise ValueError(f"--prompt {source}: {error.strerror}{hint}") from None
+    if not data or len(data) > MAX_PROMPT_BYTES:
+        raise ValueError(f"--prompt {source}: {'more than 16 MiB' if data else 'it is empty'}")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt {source}: not UTF-8 text (byte {error.start})") from None
+
+
+class Session:
+    """What a run needs, checked before anything is shown: what does not fit is a ValueError of one line."""
+
+    def __init__(self, config: Config):
+        self.config, self.text = config, read_prompt(config.prompt)
+        self.model, self.tokenizer = load_checkpoint(config.model, config.device, config.dtype)
+        name, exits, block_size = config.model, self.model.config.exit_layers, self.model.config.block_size
+        if self.tokenizer is None:
+            raise ValueError(f"{name} has no tokenizer that can be read here: sample.py needs one")
+        if not exits and (config.mode == "early-exit" or config.draft == "exit"):
+            raise ValueError(f"{name} has no exit heads: train them with train_exit_heads.py --stage exits")
+        if not set(config.exit_layer) <= set(exits):
+            raise ValueError(f"--exit-layer is {config.exit_layer}: the exits of {name} are {exits}")
+        self.prompt = self.tokenizer.encode(self.text, special=True) or [self.tokenizer.bos_id]
+        if self.prompt == [None]:
+            raise ValueError(f"--prompt is empty, and {name} has no start token to begin from: give it some text")
+        if len(self.prompt) > block_size:
+            raise ValueError(f"--prompt has {len(self.prompt)} tokens: the context of {name} holds {block_size}")
+        self.sampling = config.sampling(self.tokenizer.eos_ids)
+        self.dtype = str(self.model.dtype).removeprefix("torch.")
+        self.draft, self.drafter = config.draft, None
+        if config.mode in ("compare", "speculative", "auto"):
+            self.add_drafter()
+        ways = {"plain": True, "speculative": self.drafter is not None, "early-exit": bool(exits)}
+        self.modes = [mode for mode, there in ways.items() if there] if config.mode == "compare" else [config.mode]
+
+    def add_drafter(self) -> None:
+        config, ours = self.config, self.tokenizer
+        if config.draft is None:
+            self.draft = "stdlib-draft" if config.model == "stdlib" else "ngram"
+        if self.draft == "ngram":
+            self.drafter = NGramDrafter()
+        elif self.draft == "exit":
+            layers = config.exit_layer or self.model.config.exit_layers[:1]
+            self.drafter = ExitDrafter(self.model, layers, confidence=config.confidence)
+        elif self.draft != "none":
+            model, theirs = load_checkpoint(self.draft, config.device, config.dtype)
+            if any(getattr(ours, part) != getattr(theirs, part, None) for part in ("ranks", "special", "pattern")):
+                raise ValueError(f"{config.model} and {self.draft} have different tokenizers: not a pair")
+            self.drafter = ModelDrafter(model)
+            self.drafter.check_target(self.model)
+
+    def decode(self, mode: str, show=lambda row, tokens, sources: None) -> list[Generation]:
+        """show hears what is committed."""
+        config, exits = self.config, self.model.config.exit_layers
+        step = PlainStep()
+        if mode == "early-exit":
+            thresholds = [config.exit_threshold if e in (config.exit_layer or exits) else math.inf for e in exits]
+            step = EarlyExitStep(thresholds, config.confidence, config.kv_fill, max_parked=8, audit=False)
+        elif mode != "plain" and self.drafter is not None:
+            step = SpeculativeStep(self.drafter, "auto" if mode == "auto" else config.draft_len, config.verify)
+        prompts = [self.prompt] * config.num_samples
+        return run_loop(self.model, prompts, self.sampling, Shown(step, show), self.tokenizer, control=config.control)
+
+    def record(self, mode: str, row: int, out: Generation) -> dict:
+        """A sample, and what reproduces it."""
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "nanospec": commit()}
+        return {
+            "mode": mode, "sample": row, "seed": self.config.seed + row, "model": self.config.model, "draft": self.draft,
+            "dtype": self.dtype, "device": str(self.model.device), "prompt": self.prompt, "versions": versions,
+            "sampling": asdict(self.sampling), "flags": asdict(self.config),
+        } | asdict(out) | {"stats": out.stats.to_dict()}  # fmt: skip
+
+    @torch.inference_mode()
+    def gap(self, tokens: list[int]) -> tuple[float, float]:
+        """How far apart the two best logits behind tokens are, and below what distance they tie in this dtype."""
+        logits = self.model(torch.tensor([tokens], device=self.model.device))[:, -1]
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        seen[0, tokens] = True
+        logits = kernels.penalise(logits, seen, self.sampling.repetition_penalty, None)[0]
+        best, second = logits.topk(2).values.tolist()
+        return best - second, 32 * torch.finfo(self.model.dtype).eps * logits[logits.isfinite()].abs().max().item()
+
+
+class Shown:
+    """A step that tells what is committed together with its sources, which on_tokens does not carry."""
+
+    def __init__(self, step, show):
+        self.step, self.show, self.start, self.finish = step, show, step.start, step.finish
+
+    def __call__(self, batch, rows, plain):
+        return self.step(batch, rows, plain)
+
+    def commit(self, batch, rows, kept):
+        for row, tokens in zip(rows, kept):
+            self.show(row, tokens, batch.generations[row].sources[-len(tokens) :])
+        self.step.commit(batch, rows, kept)
+
+
+def commit() -> str | None:
+    """nanospec's own commit; None outside a clone or without git."""
+    here = Path(__file__).resolve().parent
+    git = ["git", "--git-dir", here / ".git", "--work-tree", here, "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, timeout=10, check=False).stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+class TextStream:
+    """Bytes of tokens in, text out as soon as it is certain; joined, what comes out equals Generation.text.
+
+    Held back: the beginning of a character, and what may become a stop string. Behind a stop string nothing comes.
+    """
+
+    def __init__(self, stop_strings=()):
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.stop_strings, self.held, self.ended = tuple(stop_strings), "", False
+
+    def push(self, data: bytes, final: bool = False) -> str:
+        if self.ended:
+            return ""
+        text = self.held + self.decoder.decode(data, final)
+        found = [at for s in self.stop_strings if (at := text.find(s)) >= 0]
+        begun = [n for s in self.stop_strings for n in range(1, len(s)) if text.endswith(s[:n])]
+        end = min(found) if found else len(text) - (0 if final else max(begun, default=0))
+        self.held, self.ended = text[end:], final or bool(found)
+        return text[:end]
+
+
+class Screen:
+    """stdout; on a terminal, unless NO_COLOR is set, text has the colour of its source."""
+
+    def __init__(self):
+        self.terminal = sys.stdout.isatty()
+        self.coloured = self.terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+    def write(self, text: str, source: str | None = None) -> None:
+        text = text.translate(PICTURES) if self.terminal else text
+        if text and self.coloured and source in COLOURS:
+            text = f"\x1b[{COLOURS[source]}m{text}\x1b[0m"
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def stream(session: Session, mode: str, screen: Screen) -> list[Generation]:
+    """Decode and show: the first sample as it comes, the others behind it."""
+    n_samples, seed, first = session.config.num_samples, session.config.seed, mode == session.modes[0]
+    streams, n_shown = [TextStream(session.config.stop) for _ in range(n_samples)], [0] * n_samples
+
+    def begin(row: int):
+        which = f", sample {row + 1} of {n_samples}, seed {seed + row}" if n_samples > 1 else ""
+        screen.write(f"--- {mode}{which}\n" if which or len(session.modes) > 1 else "")
+        screen.write(session.text if first else session.text.rpartition("\n")[2])
+
+    def push(row: int, tokens, sources):
+        for token, source in zip(tokens, sources):
+            n_shown[row] += 1
+            screen.write(streams[row].push(session.tokenizer.decode_bytes([token])), source)
+
+    begin(0)
+    generations = session.decode(mode, lambda row, *new: push(row, *new) if row == 0 else None)
+    for row, out in enumerate(generations):
+        if row > 0:
+            begin(row)
+        rest = slice(n_shown[row], None)  # of the first sample, only what an interruption left
+        push(row, out.tokens[rest], out.sources[rest])
+        screen.write(streams[row].push(b"", final=True) + "\n\n")
+    return generations
+
+
+def total(outs: list[Generation], name: str) -> int:
+    return sum(getattr(out.stats, name) for out in outs)
+
+
+def tokens_per_second(outs: list[Generation]) -> float:
+    """Of all samples together, the reading of the prompt included."""
+    return total(outs, "tokens") / (max(out.stats.seconds for out in outs) or 1.0)
+
+
+def work(outs: list[Generation]) -> tuple[float, float]:
+    """Tokens per pass of the target, and layers per token."""
+    n_tokens, n_passes = total(outs, "tokens"), total(outs, "target_passes")
+    return n_tokens / max(n_passes, 1), total(outs, "layer_passes") / max(n_tokens, 1)
+
+
+def print_lines(session: Session, runs: dict) -> None:
+    for mode, outs in runs.items():
+        (per_pass, layers), ends = work(outs), " and ".join(sorted({out.finish_reason for out in outs}))
+        print(f"{mode}: {total(outs, 'tokens')} tokens, {tokens_per_second(outs):.1f} a second, {per_pass:.2f} a target pass, "
+              f"{layers:.1f} layers a token, ended by {ends}")  # fmt: skip
+        if mode == "auto" and session.drafter is None:
+            print("auto: plain, because --draft is none")
+        elif mode == "auto":
+            n_drafting = sum(sum(out.stats.drafted_histogram[1:]) for out in outs)
+            print(f"auto: {session.draft} drafted in {n_drafting} of {total(outs, 'rounds')} rounds, as "
+                  f"{total(outs, 'accepted')} of its {total(outs, 'drafted')} drafts were accepted")  # fmt: skip
+
+
+def n_same(a: Generation, b: Generation) -> int:
+    """Tokens before the first difference."""
+    pairs = enumerate(zip(a.tokens, b.tokens))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a.tokens), len(b.tokens)))
+
+
+def print_table(session: Session, runs: dict, rates: dict) -> None:
+    """rates: tokens per second of the silent runs of each mode."""
+    plain, ratios, same = runs["plain"], {}, {}
+    print(f"{'mode':<12}{'tokens/s':>9}{'speed':>8}{'tokens/pass':>13}{'layers':>8}  same text as plain")
+    for mode, outs in runs.items():
+        ratios[mode] = median(a / b if b else 1.0 for a, b in zip(rates[mode], rates["plain"]))
+        n_equal = sum(map(n_same, plain, outs))
+        n_longest = sum(max(len(a.tokens), len(b.tokens)) for a, b in zip(plain, outs))
+        same[mode] = "yes" if n_equal == n_longest else f"{100 * n_equal // n_longest}% before the first difference"
+        per_pass, layers = work(outs)
+        numbers = f"{median(rates[mode]):>9.1f}{ratios[mode]:>7.2f}x{per_pass:>13.2f}{layers:>8.1f}"
+        print(f"{mode:<12}{numbers}  {same[mode]}")
+    print(f"\nMedians of {len(rates['plain'])} interleaved runs, each beside its plain run; reading the prompt counts.")
+    if "speculative" in runs:
+        print(promise(session, plain, runs["speculative"]))
+    best = max(ratios, key=ratios.get)
+    print(f"Fastest: {best}{'' if best == 'plain' else f', {ratios[best]:.2f} times plain; same text: {same[best]}'}.")
+
+
+def promise(session: Session, plain: list[Generation], others: list[Generation]) -> str:
+    """What speculation promises of its text, and whether it was kept."""
+    if session.sampling.temperature > 0 and session.config.verify == "rejection":
+        return "Speculative draws from plain's law with other numbers; --verify coupled would give plain's text."
+    exact = session.dtype == "float64"
+    text = f"Speculative promises plain's text, {'exactly' if exact else 'up to near-ties'} in {session.dtype}: "
+    for row, (a, b) in enumerate(zip(plain, others)):
+        at = n_same(a, b)
+        if at < min(len(a.tokens), len(b.tokens)):
+            gap, tie = session.gap(session.prompt + a.tokens[:at])
+            verdict = "a near-tie" if gap <= tie and not exact else "no near-tie, so a bug"
+            return text + (f"sample {row + 1} differs at token {at + 1}, where the two best logits are {gap:.2g} apart "
+                           f"({verdict}; the bound is {tie:.2g}).")  # fmt: skip
+    return text + "no difference."
+
+
+def heed(outs: list[Generation]) -> list[Generation]:
+    """Ctrl-C ends a generation without an error; here it goes on to end the run."""
+    if any(out.finish_reason == "interrupted" for out in outs):
+        raise KeyboardInterrupt
+    return outs
+
+
+def publish(config: Config, record: dict) -> None:
+    """What --json and --metrics ask for; a file that can no longer be written is a warning, not the end."""
+    line = json.dumps(record) + "\n"
+    if config.json:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+    if config.metrics:
+        try:
+            with open(config.metrics, "a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            warnings.warn(f"--metrics {config.metrics}: {error.strerror}; decoding goes on", stacklevel=1)
+
+
+def run(config: Config) -> int:
+    if config.metrics:
+        open(config.metrics, "a").close()  # what cannot be written is better known before the wait
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    session, screen, runs, rates, status = Session(config), Screen(), {}, {}, 0
+    try:
+        for mode in session.modes:
+            runs[mode] = session.decode(mode) if config.json else stream(session, mode, screen)
+            if config.json or config.metrics:
+                for row, out in enumerate(runs[mode]):
+                    publish(config, session.record(mode, row, out))
+            heed(runs[mode])
+        began = time.perf_counter()
+        while config.mode == "compare" and not config.json and len(rates.get("plain", ())) < REPEATS:
+            once = {mode: tokens_per_second(heed(session.decode(mode))) for mode in runs}  # what slows one slows all
+            rates = {mode: [*rates.get(mode, ()), once[mode]] for mode in runs}
+            if time.perf_counter() - began > REPEAT_SECONDS:
+                break
+    except KeyboardInterrupt:
+        status = 130
+    if screen.coloured and not config.json:
+        for source in COLOURS:
+            screen.write(source, source)
+            screen.write("  " if source != "exit" else "\n\n")
+    if rates:
+        print_table(session, runs, rates)
+    elif not config.json:
+        print_lines(session, runs)
+    return status
+
+
+def complain(message) -> None:
+    print(f"sample.py: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def main(argv=None) -> int:
+    """The exit status; whatever a user can cause is one line on stderr."""
+    sys.stdout = sys.stdout or io.StringIO()  # None where it was closed
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8
+    said = set()  # each warning is one line, once
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = lambda message, *_: str(message) in said or said.add(str(message)) or complain(message)
+        try:
+            try:
+                return run(read_config(argv))
+            finally:
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            return 130
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):  # nobody reads on: a silent end
+                complain(error)
+            try:
+                sys.stdout.flush()
+            except OSError:  # or Python tries again at its end, and complains
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0 if isinstance(error, BrokenPipeError) else 2
+        except (ValueError, MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "memory" not in str(error):
+                raise
+            complain(error if isinstance(error, ValueError) else "out of memory: try fewer samples or a smaller model")
+            return 2
+
+
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main())
