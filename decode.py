@@ -223,7 +223,6 @@ class Sampler:
 
     def penalised(self, rows, logits: torch.Tensor, ahead: torch.Tensor | None = None) -> torch.Tensor:
         """Penalty and bias on logits (B, T, V); position t has seen the history and ahead[:, :t] (B, T-1)."""
-        kernels.check_logits(logits, rows)
         seen = None
         if self.sampling.repetition_penalty != 1:
             seen = torch.zeros(logits.shape, dtype=torch.bool, device=self.device)
@@ -236,6 +235,7 @@ class Sampler:
     def sample(self, rows, logits: torch.Tensor) -> tuple[list[int], list[float]]:
         """The plain step: logits (B, V) -> tokens and their log-probabilities."""
         logits = self.penalised(rows, logits[:, None])[:, 0]
+        kernels.check_logits(logits, rows)  # behind the bias, which may forbid all that is left
         tokens, log_probs, _ = kernels.sample_token(logits, self._seeds(rows), self._at(rows), **self.law)
         return tokens.tolist(), log_probs.tolist()
 
@@ -271,6 +271,7 @@ class Sampler:
     def verify(self, rows, logits, drafts, draft_logits, n_drafted: list[int]):
         """Judge drafts (B, K) on the target's logits (B, K+1, V): lists of tokens, n_accepted, log-probabilities per row."""
         logits = self.penalised(rows, logits, drafts)
+        kernels.check_logits(logits, rows)
         if draft_logits is not None:
             draft_logits = _fit_vocabulary(draft_logits, self.vocab_size)
         tokens, n_accepted, log_probs = kernels.accept_draft(
@@ -476,15 +477,15 @@ def run_loop(
         if rows:
             batch.prefill()
             step.start(batch)
-        while rows:
-            blocks = step(batch, rows, plain_requested(control))
-            kept = [batch.commit(row, block) for row, block in zip(rows, blocks)]
-            if on_tokens is not None:
-                for row, tokens in zip(rows, kept):
-                    on_tokens(row, tokens)
-            step.commit(batch, rows, kept)
-            rows = [row for row in rows if batch.generations[row].finish_reason is None]
-        step.finish(batch)
+            while rows:
+                blocks = step(batch, rows, plain_requested(control))
+                kept = [batch.commit(row, block) for row, block in zip(rows, blocks)]
+                if on_tokens is not None:
+                    for row, tokens in zip(rows, kept):
+                        on_tokens(row, tokens)
+                step.commit(batch, rows, kept)
+                rows = [row for row in rows if batch.generations[row].finish_reason is None]
+            step.finish(batch)
     except KeyboardInterrupt:
         pass
     return batch.finish()

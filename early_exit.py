@@ -221,6 +221,12 @@ def check_thresholds(threshold, exit_layers: Sequence[int]) -> list[float]:
     return list(values)
 
 
+def check_confidence(confidence: str) -> str:
+    if confidence not in ("max_prob", "margin", "entropy"):
+        raise ValueError(f"confidence is {confidence!r}: choose max_prob, margin or entropy")
+    return confidence
+
+
 def early_exit_generate(
     model: GPT,
     prompts: list[list[int]],
@@ -248,8 +254,7 @@ def early_exit_generate(
     if threshold is None:
         raise ValueError("threshold is None, and this checkpoint holds no calibrated ones: give a number, such as 0.9")
     thresholds = check_thresholds(threshold, exits)
-    if confidence not in ("max_prob", "margin", "entropy"):
-        raise ValueError(f"confidence is {confidence!r}: choose max_prob, margin or entropy")
+    check_confidence(confidence)
     if kv_fill not in ("recompute", "propagate"):
         raise ValueError(f"kv_fill is {kv_fill!r}: choose recompute or propagate")
     if not isinstance(max_parked, int) or max_parked < 1:

@@ -127,7 +127,9 @@ def process_logits_ref(
     if temperature == 0:
         best = logits.argmax(-1, keepdim=True)
         return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0)
-    # the maximum is subtracted first: a small temperature then overflows to -inf, never to +inf
+    # the maximum is subtracted first: a small temperature then overflows to -inf, never to +inf; one that the dtype would
+    # round to 0 would divide 0 by 0
+    temperature = max(temperature, torch.finfo(logits.dtype).tiny)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     n_vocab = logits.shape[-1]
     if 0 < top_k < n_vocab:

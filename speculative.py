@@ -20,7 +20,7 @@ import torch
 
 import kernels
 from decode import Batch, Block, Generation, SamplingParams, pack, read_tokens, run_loop
-from early_exit import Depths, check_thresholds, pad
+from early_exit import Depths, check_confidence, check_thresholds, pad
 from model import GPT
 
 MAX_AUTO_DRAFT = 8
@@ -154,7 +154,7 @@ class ExitDrafter:
             raise ValueError(
                 f"exit_layer is {exit_layer!r}: choose one or a rising tuple of this model's exits {known}"
             )
-        self.model, self.confidence = model, confidence
+        self.model, self.confidence = model, check_confidence(confidence)
         self.thresholds = check_thresholds(threshold, self.exit_layers)
         self.depths: Depths | None = None  # set by the speculative step: the target's own
 
@@ -177,17 +177,19 @@ class ExitDrafter:
         last = [[sampler.histories[row][-1]] for row in rows]
         place = {row: i for i, row in enumerate(rows)}
         laws = []
-        for _ in range(max_k):
-            parts = list(self.depths.descend(rows, last, ask))
+        n = [min(max_k, self.depths.batch.room(row) - 1) for row in rows]
+        for j in range(max_k):
+            going = [i for i in range(len(rows)) if j < n[i]]  # a row whose context or budget ends sits out
+            parts = list(self.depths.descend([rows[i] for i in going], [last[i] for i in going], ask))
             order = [place[row] for _, leaving, _ in parts for row in leaving]
             logits = torch.cat([logits for _, _, logits in parts])
-            logits = logits if len(parts) == 1 else torch.empty_like(logits).index_copy_(0, torch.tensor(order), logits)
+            if order != list(range(len(rows))):
+                logits = _spread(logits, order, len(rows))
             tokens, law = sampler.draft(rows, logits, drafted)
             drafted = torch.cat((drafted, tokens[:, None]), 1)
             last = tokens[:, None].tolist()
             laws.append(law)
-        n = torch.full((len(rows),), max_k, device=sampler.device)
-        return drafted, None if laws[0] is None else torch.stack(laws, 1), n
+        return drafted, None if laws[0] is None else torch.stack(laws, 1), torch.tensor(n, device=sampler.device)
 
     def commit(self, rows: list[int], tokens: list[list[int]], hidden) -> None:
         pass
@@ -288,13 +290,20 @@ class SpeculativeStep:
             return torch.zeros(len(rows), 0, dtype=torch.int64, device=batch.model.device), None, [0] * len(rows)
         max_k, n_vocab = max(asked), batch.model.config.n_vocab_used
         tokens, logits, n = self.drafter.propose([rows[i] for i in where], max_k, batch.sampler)
+        counts, name = torch.as_tensor(n).tolist(), type(self.drafter).__name__
         n_drafted = [0] * len(rows)
-        for i, count in zip(where, torch.as_tensor(n).tolist()):
+        for i, count in zip(where, counts):
             n_drafted[i] = min(count, asked[i])
         width = max(n_drafted)
-        tokens = tokens[:, :width]
+        shapes = [x.shape[:2] for x in (tokens, logits) if x is not None]
+        if len(counts) != len(where) or min(counts) < 0 or any(b != len(where) or k < width for b, k in shapes):
+            raise ValueError(
+                f"{name} proposed tokens {tuple(tokens.shape)} with n {counts}, asked for {len(where)} rows"
+            )
+        own = torch.tensor([n_drafted[i] for i in where], device=tokens.device)
+        tokens = tokens[:, :width].where(torch.arange(width, device=tokens.device) < own[:, None], 0)
         if width and not 0 <= int(tokens.min()) <= int(tokens.max()) < n_vocab:
-            raise ValueError(f"{type(self.drafter).__name__} proposed a token outside 0..{n_vocab - 1}")
+            raise ValueError(f"{name} proposed a token outside 0..{n_vocab - 1}")
         logits = None if logits is None else logits[:, :width]
         for i, row in enumerate(rows):  # drafts beyond a row's own k were run for nothing
             self.depths.crop(row, len(batch.tokens[row]) + n_drafted[i])
