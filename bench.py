@@ -119,8 +119,8 @@ def modes_of(config: BenchConfig, model: GPT, draft_model: GPT | None) -> dict[s
 
 
 def token_seconds(run: Generation) -> float:
-    """Seconds per token behind the first round, which pays for prefill."""
-    return sum(run.stats.token_seconds[1:]) / max(len(run.tokens) - 1, 1)
+    """Seconds per token, prefill apart."""
+    return (run.stats.seconds - run.stats.prefill_seconds) / max(len(run.tokens), 1)
 
 
 def measure(config: BenchConfig, modes: dict[str, Mode], prompts: list[list[int]]) -> list[dict]:

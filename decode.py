@@ -99,6 +99,7 @@ class DecodeStats:
     layer_passes: int = 0  # layers run, drafting by exits and flushes included, however many rows rode along
     audited: int = 0  # exited tokens that the full head judged later
     audit_disagreed: int = 0
+    prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     first_token_seconds: float | None = None  # from the call, prefill included
@@ -115,9 +116,9 @@ class DecodeStats:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Decoding speed behind the first round, which pays for prefill; None for fewer than two tokens."""
-        elapsed = sum(self.token_seconds[1:])
-        return (self.tokens - 1) / elapsed if self.tokens > 1 and elapsed > 0 else None
+        """Speed of the rounds: all tokens over all time behind prefill; None without tokens."""
+        elapsed = self.seconds - self.prefill_seconds
+        return self.tokens / elapsed if self.tokens and elapsed > 0 else None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -366,7 +367,10 @@ class Batch:
         return min(self.sampling.max_new_tokens - (length - prompt_length), self.model.config.block_size - length)
 
     def prefill(self) -> None:
+        """Read all of each prompt but its last token, which the first round runs."""
         read_tokens(self.model, self.cache, [ids[:-1] for ids in self.tokens], [0] * len(self.tokens))
+        for out in self.generations:
+            out.stats.prefill_seconds = time.perf_counter() - self.started
 
     def end_reason(self, row: int) -> str | None:
         """Why the row ends after its last token, if it does: "stop", else "length", else "context"."""

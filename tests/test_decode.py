@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import Pieces, all_modes, check_counters, check_laws, counters, run, tiny_model
 
-from decode import SamplingParams, generate
+from decode import DecodeStats, SamplingParams, generate
 from early_exit import early_exit_generate
 from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_generate
 
@@ -452,3 +452,13 @@ def test_fifty_generations_leave_no_memory_behind():
     tensors, numbers, objects = some(4)
     after = some(48)
     assert after[:2] == (tensors, numbers) and after[2] - objects < 50
+
+
+def test_speed_counts_every_token_and_all_time_behind_prefill():
+    """Blocks come in at once: what is divided must not favour whoever commits more tokens in the first of them."""
+    stats = DecodeStats(
+        accepted=8, bonus=2, token_seconds=[3.0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0], seconds=4.0, prefill_seconds=2.0
+    )
+    assert stats.tokens_per_second == 5.0
+    [out] = generate(tiny_model(), [[1, 2, 3]], SamplingParams(5))
+    assert 0 < out.stats.prefill_seconds < out.stats.first_token_seconds < out.stats.seconds
