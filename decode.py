@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,10 @@ import kernels
 from model import GPT, KVCache
 
 PREFILL_CHUNK = 512  # tokens per pass while reading a prompt: bounds the (T, S) scores
+
+
+def _whole(x) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 @dataclass
@@ -46,55 +51,51 @@ class SamplingParams:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: it must be {allowed}")
 
         def real(x):
-            return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+            return isinstance(x, Real) and not isinstance(x, bool) and math.isfinite(x)
 
-        def whole(x):
-            return isinstance(x, int) and not isinstance(x, bool)
-
-        need(whole(self.max_new_tokens) and self.max_new_tokens >= 0, "max_new_tokens", "an integer >= 0")
+        need(_whole(self.max_new_tokens) and self.max_new_tokens >= 0, "max_new_tokens", "an integer >= 0")
         need(real(self.temperature) and self.temperature >= 0, "temperature", "a number >= 0 (0 is greedy)")
-        need(whole(self.top_k) and self.top_k >= 0, "top_k", "an integer >= 0 (0 is off)")
+        need(_whole(self.top_k) and self.top_k >= 0, "top_k", "an integer >= 0 (0 is off)")
         need(real(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 is off)")
         need(real(self.min_p) and 0 <= self.min_p <= 1, "min_p", "from 0 to 1 (0 is off)")
         need(real(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "above 0 (1 is off)")
         good_bias = isinstance(self.logit_bias, dict) and all(
-            whole(i) and i >= 0 and (real(b) or b == -math.inf) for i, b in self.logit_bias.items()
+            _whole(i) and i >= 0 and (real(b) or b == -math.inf) for i, b in self.logit_bias.items()
         )
         need(good_bias, "logit_bias", "{token id: number or -inf}")
-        seeds = [self.seed] if whole(self.seed) else self.seed
-        need(isinstance(seeds, (list, tuple)) and all(map(whole, seeds)), "seed", "an integer, or one per row")
+        seeds = [self.seed] if _whole(self.seed) else self.seed
+        need(isinstance(seeds, Sequence) and all(map(_whole, seeds)), "seed", "an integer, or one per row")
         for name, what in (("stop_tokens", "a list of token ids"), ("stop_strings", "a list of non-empty strings")):
             need(isinstance(getattr(self, name), (list, tuple, set, frozenset)), name, what)
-        need(all(whole(t) and t >= 0 for t in self.stop_tokens), "stop_tokens", "a list of token ids")
+        need(all(_whole(t) and t >= 0 for t in self.stop_tokens), "stop_tokens", "a list of token ids")
         need(all(isinstance(s, str) and s for s in self.stop_strings), "stop_strings", "a list of non-empty strings")
 
     def row_seeds(self, n_rows: int) -> list[int]:
         """One seed per row, as signed 64-bit integers."""
-        if isinstance(self.seed, int):
+        if _whole(self.seed):
             seeds = [self.seed + i for i in range(n_rows)]
         elif len(self.seed) != n_rows:
             raise ValueError(f"seed has {len(self.seed)} values for {n_rows} prompts: give one integer, or one per row")
         else:
             seeds = list(self.seed)
-        return [(s + 2**63) % 2**64 - 2**63 for s in seeds]
+        return [(int(s) + 2**63) % 2**64 - 2**63 for s in seeds]
 
 
 @dataclass
 class DecodeStats:
-    """Counters of one row; times in seconds. Prefill counts as no round and no pass."""
+    """Counters of one row. Prefill counts as no round and no pass.
+
+    Times are in seconds; those of prefill, drafting and verifying are the batch's, whole, in each of its rows.
+    """
 
     rounds: int = 0
     target_passes: int = 0
-    drafted: int = 0  # verified drafts, rejected ones too; not those behind a stop
-    accepted: int = 0
     corrected: int = 0
     bonus: int = 0
     plain: int = 0
     exited: int = 0
     accepted_histogram: list[int] = field(default_factory=list)  # [i]: rounds that accepted i drafts
     drafted_histogram: list[int] = field(default_factory=list)
-    accepted_by_position: list[int] = field(default_factory=list)
-    drafted_by_position: list[int] = field(default_factory=list)
     exit_histogram: dict[int, int] = field(default_factory=dict)  # {layers that ran before the exit: tokens}
     layer_passes: int = 0  # layers run, drafting by exits and flushes included, however many rows rode along
     audited: int = 0  # exited tokens that the full head judged later
@@ -105,6 +106,23 @@ class DecodeStats:
     first_token_seconds: float | None = None  # from the call, prefill included
     token_seconds: list[float] = field(default_factory=list)  # time of each token since the one before it
     seconds: float = 0.0  # from the call to the row's last token
+
+    @property
+    def accepted(self) -> int:
+        return sum(n * rounds for n, rounds in enumerate(self.accepted_histogram))
+
+    @property
+    def drafted(self) -> int:
+        """Verified drafts, rejected ones too; not those behind a stop."""
+        return sum(n * rounds for n, rounds in enumerate(self.drafted_histogram))
+
+    @property
+    def accepted_by_position(self) -> list[int]:
+        return [sum(self.accepted_histogram[i + 1 :]) for i in range(len(self.accepted_histogram) - 1)]
+
+    @property
+    def drafted_by_position(self) -> list[int]:
+        return [sum(self.drafted_histogram[i + 1 :]) for i in range(len(self.drafted_histogram) - 1)]
 
     @property
     def tokens(self) -> int:
@@ -135,29 +153,22 @@ class DecodeStats:
         return self.tokens / self.rounds if self.rounds else None
 
     def to_dict(self) -> dict:
-        names = ("tokens", "mean_layers", "tokens_per_second", "acceptance_rate", "alpha", "mean_accepted_length")
-        return asdict(self) | {name: getattr(self, name) for name in names}
+        return asdict(self) | {
+            name: getattr(self, name) for name, x in vars(DecodeStats).items() if type(x) is property
+        }
 
-    def add_block(self, block: Block, kept: int) -> None:
-        """Count a round of which the first `kept` tokens were committed."""
+    def add_block(self, block: Block, kept: int, stopped: bool) -> None:
+        """Count a round of which the first `kept` tokens were committed; stopped: the last of them is a stop."""
         sources = block.sources[:kept]
-        n_accepted = sources.count("draft")
-        # a stop inside the accepted drafts hides all that was drafted behind it
-        n_drafted = block.n_drafted if kept == len(block.tokens) else min(block.n_drafted, kept)
         self.rounds += 1
         self.target_passes += 1
         self.layer_passes += block.layer_passes
-        self.drafted += n_drafted
-        self.accepted += n_accepted
         self.corrected += sources.count("corrected")
         self.bonus += sources.count("bonus")
         self.plain += sources.count("plain")
         self.exited += sources.count("exit")
-        _count(self.accepted_histogram, n_accepted)
-        _count(self.drafted_histogram, n_drafted)
-        for counts, n in ((self.accepted_by_position, n_accepted), (self.drafted_by_position, n_drafted)):
-            for position in range(n):
-                _count(counts, position)
+        _count(self.accepted_histogram, sources.count("draft"))
+        _count(self.drafted_histogram, min(block.n_drafted, kept) if stopped else block.n_drafted)
         for source, layers in zip(sources, block.layers_run):
             if source == "exit":
                 self.exit_histogram[layers] = self.exit_histogram.get(layers, 0) + 1
@@ -198,11 +209,11 @@ class Sampler:
     histories are the rows' committed tokens, live; the index of a token in its sequence is its place in the history.
     """
 
-    def __init__(self, sampling: SamplingParams, histories: list[list[int]], config, device):
+    def __init__(self, sampling: SamplingParams, histories: list[list[int]], config, device, coupled: bool = False):
         self.sampling, self.histories, self.vocab_size, self.device = sampling, histories, config.vocab_size, device
         self.seeds = torch.tensor(sampling.row_seeds(len(histories)), dtype=torch.int64, device=device)
         self.rounds = [0] * len(histories)
-        self.coupled = False
+        self.coupled = coupled
         self.law = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         unknown = [i for i in sampling.logit_bias if i >= config.n_vocab_used]
         if unknown:
@@ -210,17 +221,15 @@ class Sampler:
         self.bias = None
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias.items())
-            self.bias = torch.zeros(self.vocab_size, device=device)
-            self.bias[list(ids)] = torch.tensor(values, dtype=torch.float32, device=device)
+            self.bias = torch.zeros(self.vocab_size, dtype=torch.float64)
+            self.bias[list(ids)] = torch.tensor(values, dtype=torch.float64)
+            self.bias = self.bias.to(device)
 
     def _at(self, rows, offset: int = 0):
         return torch.tensor([len(self.histories[row]) + offset for row in rows], device=self.device)
 
     def _rounds(self, rows):
         return torch.tensor([self.rounds[row] for row in rows], device=self.device)
-
-    def _seeds(self, rows):
-        return self.seeds if len(rows) == len(self.histories) else self.seeds[rows]
 
     def penalised(self, rows, logits: torch.Tensor, ahead: torch.Tensor | None = None) -> torch.Tensor:
         """Penalty and bias on logits (B, T, V); position t has seen the history and ahead[:, :t] (B, T-1)."""
@@ -236,9 +245,11 @@ class Sampler:
     def sample(self, rows, logits: torch.Tensor) -> tuple[list[int], list[float]]:
         """The plain step: logits (B, V) -> tokens and their log-probabilities."""
         logits = self.penalised(rows, logits[:, None])[:, 0]
-        kernels.check_logits(logits, rows)  # behind the bias, which may forbid all that is left
-        tokens, log_probs, _ = kernels.sample_token(logits, self._seeds(rows), self._at(rows), **self.law)
-        return tokens.tolist(), log_probs.tolist()
+        tokens, log_probs, _ = kernels.sample_token(logits, self.seeds[rows], self._at(rows), **self.law)
+        log_probs = log_probs.tolist()
+        for row, log_prob in zip(rows, log_probs):
+            check_drawn(row, log_prob)
+        return tokens.tolist(), log_probs
 
     def full_tokens(self, row: int, logits: torch.Tensor, first_index: int) -> list[int]:
         """What a plain step would have drawn at indices first_index .. of a row's history, from logits (T, V)."""
@@ -258,21 +269,20 @@ class Sampler:
         Returns tokens (B,) and the law they were drawn from as processed logits (B, V), None where it is one-hot. Under the
         coupled rule the draft races with the noise that the target will use there.
         """
-        logits = _fit_vocabulary(logits, self.vocab_size)
+        logits = _fit_vocabulary(logits.to(self.device), self.vocab_size)
         n_before = drafted.shape[1]
         if self.sampling.repetition_penalty != 1 or self.bias is not None:
             rows_of = logits[:, None].expand(-1, n_before + 1, -1)
             logits = self.penalised(rows, rows_of, drafted)[:, -1]
         stream, rounds = (kernels.SAMPLE, None) if self.coupled else (kernels.DRAFT, self._rounds(rows))
         tokens, _, processed = kernels.sample_token(
-            logits, self._seeds(rows), self._at(rows, n_before), **self.law, stream=stream, rounds=rounds
+            logits, self.seeds[rows], self._at(rows, n_before), **self.law, stream=stream, rounds=rounds
         )
         return tokens, processed
 
     def verify(self, rows, logits, drafts, draft_logits, n_drafted: list[int]):
         """Judge drafts (B, K) on the target's logits (B, K+1, V): lists of tokens, n_accepted, log-probabilities per row."""
         logits = self.penalised(rows, logits, drafts)
-        kernels.check_logits(logits, rows)
         if draft_logits is not None:
             draft_logits = _fit_vocabulary(draft_logits, self.vocab_size)
         tokens, n_accepted, log_probs = kernels.accept_draft(
@@ -280,13 +290,23 @@ class Sampler:
             draft_logits,
             drafts,
             torch.tensor(n_drafted, device=self.device),
-            self._seeds(rows),
+            self.seeds[rows],
             self._at(rows),
             self._rounds(rows),
             **self.law,
             verify="coupled" if self.coupled else "rejection",
         )
-        return tokens.tolist(), n_accepted.tolist(), log_probs.tolist()
+        n_accepted, log_probs = n_accepted.tolist(), log_probs.tolist()
+        for row, n, row_log_probs in zip(rows, n_accepted, log_probs):
+            for log_prob in row_log_probs[: n + 1]:
+                check_drawn(row, log_prob)
+        return tokens.tolist(), n_accepted, log_probs
+
+
+def check_drawn(row: int, log_prob: float) -> None:
+    """NaN, +inf and a law without a token all reach the log-probability of what was drawn."""
+    if not math.isfinite(log_prob):
+        raise ValueError(f"row {row}: the model's logits hold NaN or +inf, or allow no token; none can be drawn")
 
 
 def _fit_vocabulary(logits, vocab_size: int):
@@ -328,27 +348,35 @@ def read_tokens(model: GPT, cache: KVCache, tokens: list[list[int]], starts: lis
 class Batch:
     """All that the steps share: the rows' tokens, the target's cache, the sampler, and what has been generated."""
 
-    def __init__(self, model: GPT, prompts, sampling: SamplingParams, tokenizer=None, on_tokens=None):
+    def __init__(self, model: GPT, prompts, sampling: SamplingParams, tokenizer=None, coupled: bool = False):
         config = model.config
         for row, prompt in enumerate(prompts):
+            if not hasattr(prompt, "__len__") or isinstance(prompt, (str, bytes)):
+                raise ValueError(f"prompts[{row}] is {prompt!r}: each prompt is a list of token ids")
             if len(prompt) == 0:
                 raise ValueError(f"prompts[{row}] is empty: give at least one token (a start token where there is one)")
             if len(prompt) > config.block_size:
                 raise ValueError(
                     f"prompts[{row}] has {len(prompt)} tokens: the model's context holds {config.block_size}; shorten it"
                 )
-            bad = next((t for t in prompt if not 0 <= t < config.n_vocab_used), None)
-            if bad is not None:
-                raise ValueError(f"prompts[{row}] holds token {bad}: ids run from 0 to {config.n_vocab_used - 1}")
+            prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+            for token in prompt:
+                if not _whole(token) or not 0 <= token < config.n_vocab_used:
+                    raise ValueError(
+                        f"prompts[{row}] holds token {token!r}: ids run from 0 to {config.n_vocab_used - 1}"
+                    )
         if sampling.stop_strings and tokenizer is None:
             raise ValueError("stop_strings need a tokenizer: pass tokenizer=..., or use stop_tokens")
-        self.model, self.sampling, self.tokenizer, self.on_tokens = model, sampling, tokenizer, on_tokens
+        self.model, self.sampling, self.tokenizer = model, sampling, tokenizer
         self.tokens = [list(map(int, prompt)) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.generations = [Generation() for _ in prompts]
-        self.sampler = Sampler(sampling, self.tokens, config, model.device)
-        longest = max((min(n + sampling.max_new_tokens, config.block_size) for n in self.prompt_lengths), default=1)
-        self.cache = model.new_cache(len(prompts), longest)
+        self.sampler = Sampler(sampling, self.tokens, config, model.device, coupled)
+        # the longest that a row can become: no cache needs more
+        self.capacity = max(
+            (min(n + sampling.max_new_tokens, config.block_size) for n in self.prompt_lengths), default=1
+        )
+        self.cache = model.new_cache(len(prompts), self.capacity)
         self.stop_tokens = frozenset(sampling.stop_tokens)
         self.stop_width = max((len(s.encode()) for s in sampling.stop_strings), default=0)
         self._view = (list(range(len(prompts))), self.cache)
@@ -368,7 +396,10 @@ class Batch:
 
     def prefill(self) -> None:
         """Read all of each prompt but its last token, which the first round runs."""
-        read_tokens(self.model, self.cache, [ids[:-1] for ids in self.tokens], [0] * len(self.tokens))
+        reading = [[] if out.finish_reason else ids[:-1] for ids, out in zip(self.tokens, self.generations)]
+        read_tokens(self.model, self.cache, reading, [0] * len(reading))
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()  # or the clock would charge the first round for it
         for out in self.generations:
             out.stats.prefill_seconds = time.perf_counter() - self.started
 
@@ -400,7 +431,7 @@ class Batch:
         out.logprobs += block.logprobs[:kept]
         out.sources += block.sources[:kept]
         out.layers_run += block.layers_run[:kept]
-        out.stats.add_block(block, kept)
+        out.stats.add_block(block, kept, out.finish_reason == "stop")
         now = time.perf_counter()
         if out.stats.first_token_seconds is None:
             out.stats.first_token_seconds = now - self.started
@@ -431,7 +462,7 @@ def plain_requested(control: str | None) -> bool:
     if control is None:
         return False
     try:
-        with open(control) as file:
+        with open(control, errors="replace") as file:
             return file.read(4096).strip() == "plain"
     except OSError:  # no file: nothing is asked
         return False
@@ -473,7 +504,7 @@ def run_loop(
     4. tell the step what was kept; rows that ended take no further part
     Ctrl-C ends with what was committed, finish_reason "interrupted".
     """
-    batch = Batch(model, prompts, sampling, tokenizer, on_tokens)
+    batch = Batch(model, prompts, sampling, tokenizer, getattr(step, "coupled", False))
     for row, out in enumerate(batch.generations):
         out.finish_reason = batch.end_reason(row)
     try:

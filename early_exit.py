@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
 
 import torch
 
@@ -38,6 +39,8 @@ class Depths:
         self.computed = [[len(tokens) - 1] * self.n_segments for tokens in batch.tokens]  # what prefill has read
         self.parked: list[list[torch.Tensor | None]] = [[None] * self.n_segments for _ in batch.tokens]
         self.layer_passes = [0] * len(batch.tokens)  # since take_passes
+        model = batch.model
+        self.nothing = torch.zeros(0, model.config.n_embd, dtype=model.dtype, device=model.device)  # hidden rows (0, C)
 
     def embed(self, rows: list[int], tokens: list[list[int]]) -> list[torch.Tensor]:
         """Hidden rows (n, C) of the next tokens of each row, those behind what segment 0 has computed."""
@@ -136,7 +139,7 @@ def pad(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def _last(hidden: list[torch.Tensor]) -> torch.Tensor:
+def last_rows(hidden: list[torch.Tensor]) -> torch.Tensor:
     """Ragged (n_i, C) -> their last rows (B, C)."""
     return hidden[0][-1:] if len(hidden) == 1 else torch.stack([x[-1] for x in hidden])
 
@@ -167,13 +170,15 @@ class EarlyExitStep:
                 if self.audit:
                     for row, x in zip(going, hidden):
                         self.judge(batch, row, x[:-1], len(batch.tokens[row]) - len(x) + 1)
-                return model.logits(_last(hidden)), [True] * len(going)
+                return model.logits(last_rows(hidden)), [True] * len(going)
             # the new row counts as parked already: segment 0 has computed it and the last has not
             free = [not plain and depths.n_parked(row) <= self.max_parked for row in going]
             if self.thresholds[segment] > 1 or not any(free):
                 return None, free
-            logits = model.logits(_last(hidden), depths.bounds[segment + 1])
+            logits = model.logits(last_rows(hidden), depths.bounds[segment + 1])
             sure = kernels.exit_confidence(logits, self.confidence) >= self.thresholds[segment]
+            if batch.sampler.bias is not None:  # it may forbid all that a reduced vocabulary knows
+                sure &= (logits + batch.sampler.bias).amax(-1) > -torch.inf
             return logits, [a and b for a, b in zip(free, sure.tolist())]
 
         blocks: dict[int, Block] = {}
@@ -204,26 +209,25 @@ class EarlyExitStep:
             return
         rows = [row for row in range(len(batch.tokens)) if self.depths.n_parked(row)]
         if rows:
-            nothing = torch.zeros(0, batch.model.config.n_embd, dtype=batch.model.dtype, device=batch.model.device)
-            for row, x in zip(rows, self.depths.deepen(rows, [nothing] * len(rows))):
+            for row, x in zip(rows, self.depths.deepen(rows, [self.depths.nothing] * len(rows))):
                 self.judge(batch, row, x, len(batch.tokens[row]) - len(x))
                 batch.generations[row].stats.layer_passes += self.depths.take_passes(row)
 
 
 def check_thresholds(threshold, exit_layers: Sequence[int]) -> list[float]:
     """One threshold, or one per exit -> one per exit; ValueError for what cannot be one."""
-    values = [threshold] * len(exit_layers) if isinstance(threshold, (int, float)) else threshold
+    values = [threshold] * len(exit_layers) if isinstance(threshold, Real) else threshold
     if not isinstance(values, (list, tuple)) or len(values) != len(exit_layers):
         raise ValueError(f"threshold is {threshold!r}: give one number, or one for each exit of {tuple(exit_layers)}")
     for value in values:
-        if not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
+        if not isinstance(value, Real) or math.isnan(value) or value < 0:
             raise ValueError(f"threshold is {threshold!r}: confidences run from 0 to 1; above 1 never exits")
     return list(values)
 
 
 def check_confidence(confidence: str) -> str:
-    if confidence not in ("max_prob", "margin", "entropy"):
-        raise ValueError(f"confidence is {confidence!r}: choose max_prob, margin or entropy")
+    if confidence not in kernels.CONFIDENCES:
+        raise ValueError(f"confidence is {confidence!r}: choose {', '.join(kernels.CONFIDENCES)}")
     return confidence
 
 

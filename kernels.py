@@ -41,14 +41,12 @@ def philox_ref(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     multipliers = torch.tensor(_MULTIPLIERS, device=counter.device).view(expand)
     weyl = torch.tensor(_WEYL, device=counter.device).view(expand)
     left, right = counter[0::2], counter[1::2].flip(0)  # (c0, c2) are multiplied, (c3, c1) wait for the other's product
-    for i in range(10):
+    for round_key in [((key + i * weyl) & _MASK).flip(0) for i in range(10)]:
         product = left * multipliers
-        low = product & _MASK
-        high = product.bitwise_right_shift_(32).bitwise_and_(_MASK)
-        round_key = ((key + i * weyl) & _MASK).flip(0)
         # c0 <- hi(c2) ^ c1 ^ k0, c2 <- hi(c0) ^ c3 ^ k1: computed in the order (c2, c0), then turned round
-        left = (high ^ right ^ round_key).flip(0)
-        right = low
+        high = (product >> 32).bitwise_and_(_MASK)
+        left = high.bitwise_xor_(right).bitwise_xor_(round_key).flip(0)
+        right = product.bitwise_and_(_MASK)
     return torch.stack((left[0], right[1], left[1], right[0]))
 
 
@@ -102,16 +100,16 @@ def race(probs: torch.Tensor, seeds: torch.Tensor, index: torch.Tensor, stream: 
 #     bytes: V reads and writes per row and filter; off filters cost nothing and change no bit
 
 
-def _full_precision(x: torch.Tensor) -> torch.Tensor:
+def full_precision(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
 def penalise_ref(logits: torch.Tensor, seen: torch.Tensor | None, penalty: float, bias: torch.Tensor | None):
     """Repetition penalty (Keskar et al. 2019) on ids in seen (N, V) bool, then bias (V,): logits (N, V) -> (N, V)."""
-    logits = _full_precision(logits)
+    logits = full_precision(logits)
     if seen is not None:
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    return logits if bias is None else logits + bias
+    return logits if bias is None else logits + bias.to(logits.dtype)
 
 
 def process_logits_ref(
@@ -123,7 +121,7 @@ def process_logits_ref(
     the order of the vocabulary. temperature 0 is the law of argmax (ties to the lowest id): 0 there, -inf elsewhere.
     float32 at least; float64 stays float64.
     """
-    logits = _full_precision(logits)
+    logits = full_precision(logits)
     if temperature == 0:
         best = logits.argmax(-1, keepdim=True)
         return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0)
@@ -144,14 +142,6 @@ def process_logits_ref(
     if min_p > 0:
         logits = logits.masked_fill(logits < math.log(min_p), -torch.inf)  # the best token stands at 0
     return logits
-
-
-def check_logits(logits: torch.Tensor, rows) -> None:
-    """ValueError that names the first of `rows` whose logits (N, ..., V) hold NaN or +inf, or allow no token at all."""
-    bad = ~torch.isfinite(logits.amax(-1)).flatten(1).all(-1) if logits.dim() > 2 else ~torch.isfinite(logits.amax(-1))
-    if bad.any():
-        row = rows[int(bad.nonzero()[0])]
-        raise ValueError(f"row {row}: the model's logits hold NaN or +inf, or are all -inf; no token can be drawn")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -177,7 +167,7 @@ def sample_token_ref(
     (N,) under the law they were drawn from (at temperature 0: log_softmax of the logits), and that law as processed
     logits (N, V), None at temperature 0, where it is one-hot.
     """
-    logits = _full_precision(logits)
+    logits = full_precision(logits)
     if temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, _log_prob(logits, tokens), None
@@ -232,7 +222,7 @@ def accept_draft_ref(
     offered = slots[:-1] < n_drafted[:, None]  # (B, K)
     if temperature == 0 or verify == "coupled":
         if temperature == 0:
-            law = _full_precision(target_logits)
+            law = full_precision(target_logits)
             own = law.argmax(-1)
         else:
             law = process_logits_ref(target_logits, temperature, top_k, top_p, min_p)
@@ -249,7 +239,7 @@ def accept_draft_ref(
         if n_slots > 1:
             draft_prob = torch.ones_like(probs[:, :-1, 0])
             if draft_logits is not None:
-                draft_probs = _full_precision(draft_logits).softmax(-1)
+                draft_probs = full_precision(draft_logits).softmax(-1)
                 draft_prob = draft_probs.gather(-1, draft_tokens[..., None]).squeeze(-1)
             target_prob = probs[:, :-1].gather(-1, draft_tokens[..., None]).squeeze(-1)
             at = index[:, None] + slots[:-1]
@@ -283,12 +273,15 @@ def accept_draft_ref(
 #     bytes: one row of logits read per position; three scalars could be written, one is asked for
 
 
+CONFIDENCES = ("max_prob", "margin", "entropy")
+
+
 def exit_confidence_ref(logits: torch.Tensor, confidence: str = "max_prob") -> torch.Tensor:
     """Confidence (N,) in [0, 1] from raw logits (N, V), higher is surer.
 
-    max_prob, margin (of the two best probabilities) or entropy (1 - H / log V).
+    max_prob, margin (of the two best probabilities) or entropy (1 - H / log of the number of tokens that can be drawn).
     """
-    logits = _full_precision(logits)
+    logits = full_precision(logits)
     if confidence == "max_prob":
         return (logits.amax(-1) - logits.logsumexp(-1)).exp()
     probs = logits.softmax(-1)
@@ -296,8 +289,9 @@ def exit_confidence_ref(logits: torch.Tensor, confidence: str = "max_prob") -> t
         best = probs.topk(2).values
         return best[..., 0] - best[..., 1]
     if confidence == "entropy":
-        return 1 - torch.special.entr(probs).sum(-1) / math.log(logits.shape[-1])
-    raise ValueError(f"confidence is {confidence!r}: choose max_prob, margin or entropy")
+        n_possible = (logits > -torch.inf).sum(-1).clamp(min=2)  # padding makes no head surer
+        return 1 - torch.special.entr(probs).sum(-1) / n_possible.to(logits.dtype).log()
+    raise ValueError(f"confidence is {confidence!r}: choose {', '.join(CONFIDENCES)}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -324,7 +318,7 @@ def plan_rows(positions: torch.Tensor, block_table: torch.Tensor, page_size: int
     """positions (B, T), -1 for padding at either end, else rising by one; block_table (B, max_pages) -> plans of the rows."""
     plans = []
     capacity = block_table.shape[1] * page_size
-    for row, (at, pages) in enumerate(zip(positions.tolist(), block_table.tolist())):
+    for row, at in enumerate(positions.tolist()):
         first = next((t for t, p in enumerate(at) if p >= 0), len(at))
         n = sum(p >= 0 for p in at)
         if n == 0:
@@ -334,7 +328,7 @@ def plan_rows(positions: torch.Tensor, block_table: torch.Tensor, page_size: int
             raise ValueError(f"positions of row {row} must rise by one, with -1 at the ends only, not {at}")
         if end > capacity:
             raise ValueError(f"position {end - 1} of row {row} is beyond the cache's capacity of {capacity}")
-        used = pages[: -(-end // page_size)]
+        used = block_table[row, : -(-end // page_size)].tolist()
         if used == list(range(used[0], used[0] + len(used))):
             slots = slice(used[0] * page_size, used[0] * page_size + end)
         else:

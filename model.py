@@ -180,7 +180,7 @@ class ExitHead(nn.Module):
         z = self.norm(x)
         if adapter not in self.adapters:
             return z
-        size = x.float().square().mean(-1, keepdim=True).sqrt().to(x.dtype)
+        size = kernels.full_precision(x).square().mean(-1, keepdim=True).sqrt().to(x.dtype)
         return self.norm(x + size * self.adapters[adapter](z))
 
 
@@ -269,6 +269,8 @@ class GPT(nn.Module):
         else:
             if exit_layer not in self.config.exit_layers:
                 raise ValueError(f"exit_layer is {exit_layer}: this model has exits {self.config.exit_layers}")
+            if adapter not in ("exit", "draft"):
+                raise ValueError(f"adapter is {adapter!r}: choose exit or draft")
             x = self.exits[str(exit_layer)](x, adapter)
             if self.exit_vocab is not None:
                 known = F.linear(x, weight[self.exit_vocab])

@@ -20,7 +20,7 @@ import torch
 
 import kernels
 from decode import Batch, Block, Generation, SamplingParams, pack, read_tokens, run_loop
-from early_exit import Depths, check_confidence, check_thresholds, pad
+from early_exit import Depths, check_confidence, check_thresholds, last_rows, pad
 from model import GPT
 
 MAX_AUTO_DRAFT = 8
@@ -30,32 +30,35 @@ class ModelDrafter:
     """A smaller model with the same tokens proposes; it has its own cache and reads what was committed."""
 
     def __init__(self, model: GPT):
-        self.model = model
+        self.model, self.capacity = model, model.config.block_size
 
     def check_target(self, target: GPT) -> None:
         ours, theirs = self.model.config.n_vocab_used, target.config.n_vocab_used
         if ours != theirs:
             raise ValueError(f"the drafter knows {ours} token ids, the target {theirs}: they need the same tokenizer")
 
+    def attach(self, batch: Batch) -> None:
+        self.capacity = min(batch.capacity, self.model.config.block_size)
+
     def reset(self, prompts: list[list[int]]) -> None:
         self.tokens = [list(prompt) for prompt in prompts]  # committed
         self.held = [0] * len(prompts)  # positions of them in the cache
         self.fed: list[list[int]] = [[] for _ in prompts]  # drafts that the cache holds behind them
-        self.cache = self.model.new_cache(len(prompts), self.model.config.block_size)
+        self.cache = self.model.new_cache(len(prompts), self.capacity)
         self.warned = False
 
     def propose(self, rows: list[int], max_k: int, sampler):
         """1. read the committed tokens that the cache lacks   2. draw, feed what was drawn, draw again, max_k times."""
         room = [min(max_k, self.model.config.block_size - len(self.tokens[row]) + 1) for row in rows]
         live = [row for row, k in zip(rows, room) if k > 0]
-        if len(live) < len(rows) and not self.warned:
+        if min(room) < min(max_k, 1) and not self.warned:
             self.warned = True
             full = self.model.config.block_size
             warnings.warn(f"the drafter's context of {full} tokens is full: decoding goes on plainly", stacklevel=2)
         n = torch.tensor([max(k, 0) for k in room], device=sampler.device)
         if not live:
             return torch.zeros(len(rows), 0, dtype=torch.int64, device=sampler.device), None, n
-        cache = self.cache if len(live) == len(self.tokens) else self.cache.rows(live)
+        cache = self.cache.rows(live)
         pending = [self.tokens[row][self.held[row] :] for row in live]
         x = read_tokens(self.model, cache, pending, [self.held[row] for row in live])
         drafted = torch.zeros(len(live), 0, dtype=torch.int64, device=sampler.device)
@@ -156,11 +159,14 @@ class ExitDrafter:
             )
         self.model, self.confidence = model, check_confidence(confidence)
         self.thresholds = check_thresholds(threshold, self.exit_layers)
-        self.depths: Depths | None = None  # set by the speculative step: the target's own
 
     def check_target(self, target: GPT) -> None:
         if target is not self.model:
             raise ValueError("ExitDrafter drafts with the target's own layers: give both the same model")
+
+    def attach(self, batch: Batch) -> Depths:
+        self.depths = Depths(batch, self.exit_layers)
+        return self.depths
 
     def reset(self, prompts: list[list[int]]) -> None:
         pass
@@ -168,7 +174,7 @@ class ExitDrafter:
     def propose(self, rows: list[int], max_k: int, sampler):
         def ask(segment: int, going: list[int], hidden: list[torch.Tensor]):
             exit_layer = self.exit_layers[segment]
-            logits = self.model.logits(torch.stack([x[-1] for x in hidden]), exit_layer, "draft")
+            logits = self.model.logits(last_rows(hidden), exit_layer, "draft")
             if exit_layer == self.exit_layers[-1]:
                 return logits, [True] * len(going)
             return logits, (kernels.exit_confidence(logits, self.confidence) >= self.thresholds[segment]).tolist()
@@ -177,8 +183,8 @@ class ExitDrafter:
         last = [[sampler.histories[row][-1]] for row in rows]
         place = {row: i for i, row in enumerate(rows)}
         laws = []
-        n = [min(max_k, self.depths.batch.room(row) - 1) for row in rows]
-        for j in range(max_k):
+        n = [max(0, min(max_k, self.depths.batch.room(row) - 1)) for row in rows]
+        for j in range(max(n, default=0)):
             going = [i for i in range(len(rows)) if j < n[i]]  # a row whose context or budget ends sits out
             parts = list(self.depths.descend([rows[i] for i in going], [last[i] for i in going], ask))
             order = [place[row] for _, leaving, _ in parts for row in leaving]
@@ -189,7 +195,8 @@ class ExitDrafter:
             drafted = torch.cat((drafted, tokens[:, None]), 1)
             last = tokens[:, None].tolist()
             laws.append(law)
-        return drafted, None if laws[0] is None else torch.stack(laws, 1), torch.tensor(n, device=sampler.device)
+        logits = None if not laws or laws[0] is None else torch.stack(laws, 1)
+        return drafted, logits, torch.tensor(n, device=sampler.device)
 
     def commit(self, rows: list[int], tokens: list[list[int]], hidden) -> None:
         pass
@@ -235,14 +242,12 @@ class SpeculativeStep:
     """Draft, verify, accept: up to k + 1 tokens per row from one pass of the target."""
 
     def __init__(self, drafter, draft_len: int | str, verify: str):
-        self.drafter, self.draft_len, self.verify = drafter, draft_len, verify
+        self.drafter, self.draft_len, self.coupled = drafter, draft_len, verify == "coupled"
 
     def start(self, batch: Batch) -> None:
-        batch.sampler.coupled = self.verify == "coupled"
         self.lengths = DraftLength(self.draft_len, len(batch.tokens))
-        self.depths = Depths(batch, getattr(self.drafter, "exit_layers", ()))
-        if isinstance(self.drafter, ExitDrafter):
-            self.drafter.depths = self.depths
+        attach = getattr(self.drafter, "attach", None)  # a drafter that shares the target's pass brings its own Depths
+        self.depths = (attach(batch) if attach else None) or Depths(batch, ())
         self.drafter.reset([list(tokens) for tokens in batch.tokens])
 
     def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
@@ -261,7 +266,8 @@ class SpeculativeStep:
         for row, tokens in zip(rows, ids):
             held, length = self.depths.computed[row][0], len(batch.tokens[row])
             new.append((batch.tokens[row][-1:] + tokens)[held - length + 1 :])
-        self.hidden = self.depths.deepen(rows, self.depths.embed(rows, new) if any(new) else [])
+        arriving = self.depths.embed(rows, new) if any(new) else [self.depths.nothing] * len(rows)
+        self.hidden = self.depths.deepen(rows, arriving)
         x = self.hidden[0][None] if len(rows) == 1 else pad(self.hidden)  # (B, K+1, C)
         tokens, n_accepted, log_probs = batch.sampler.verify(
             rows, batch.model.logits(x), drafts, draft_logits, n_drafted
@@ -290,6 +296,9 @@ class SpeculativeStep:
             return torch.zeros(len(rows), 0, dtype=torch.int64, device=batch.model.device), None, [0] * len(rows)
         max_k, n_vocab = max(asked), batch.model.config.n_vocab_used
         tokens, logits, n = self.drafter.propose([rows[i] for i in where], max_k, batch.sampler)
+        device = batch.model.device
+        tokens = tokens.to(device, torch.int64)
+        logits = None if logits is None else logits.to(device)
         counts, name = torch.as_tensor(n).tolist(), type(self.drafter).__name__
         n_drafted = [0] * len(rows)
         for i, count in zip(where, counts):

@@ -143,6 +143,11 @@ def run(decode, prompts, sampling, **options):
     for out, stream in zip(outs, streams):
         assert [t for ids in stream for t in ids] == out.tokens and all(stream)
         check_counters(out, n_rounds=len(stream))
+        at = 0
+        for ids in stream:  # a round is drafts and then one token more, unless it was cut at the row's end
+            *drafts, last = out.sources[at : at + len(ids)]
+            at += len(ids)
+            assert set(drafts) <= {"draft"} and (last != "draft" or at == len(out.tokens))
     return outs
 
 
@@ -166,6 +171,8 @@ def check_counters(out, n_rounds=None) -> None:
     assert len(stats.accepted_by_position) <= len(stats.drafted_by_position)
     assert stats.target_passes == stats.rounds and (n_rounds is None or stats.rounds == n_rounds)
     assert stats.corrected + stats.bonus + stats.plain + stats.exited <= stats.rounds <= n
+    rejected = stats.drafted - stats.accepted  # those behind a correction were drafted in vain too
+    assert stats.corrected <= rejected and (stats.corrected == 0) == (rejected == 0)
     exits = [layers for layers, source in zip(out.layers_run, out.sources) if source == "exit"]
     assert stats.exit_histogram == {layers: exits.count(layers) for layers in exits}
     assert stats.acceptance_rate == (stats.accepted / stats.drafted if stats.drafted else None)

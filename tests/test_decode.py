@@ -358,7 +358,10 @@ def test_an_interruption_keeps_what_was_committed(mode):
             if sum(map(len, streams)) == calls:
                 raise KeyboardInterrupt
 
-        outs = MODES[mode](PROMPTS, sampling, tokenizer=TOKENIZER, on_tokens=on_tokens)
+        try:
+            outs = MODES[mode](PROMPTS, sampling, tokenizer=TOKENIZER, on_tokens=on_tokens)
+        except KeyboardInterrupt:
+            pytest.fail("the interruption reached the caller")
         assert any(out.finish_reason == "interrupted" for out in outs)
         for whole, out, stream in zip(full, outs, streams):
             check_counters(out)
@@ -377,20 +380,21 @@ def test_an_interruption_keeps_what_was_committed(mode):
 
 @contextlib.contextmanager
 def counted(model):
-    """layers x rows that went through run_layers."""
-    total, original = [0], type(model).run_layers
+    """Rows that went through each layer of the model."""
+    rows, original = [0] * model.config.n_layer, type(model).run_layers
 
     def run_layers(x, cache, positions, first, last):
-        total[0] += int((positions >= 0).sum()) * (last - first)
+        for layer in range(first, last):
+            rows[layer] += int((positions >= 0).sum())
         return original(model, x, cache, positions, first, last)
 
     model.run_layers = run_layers
-    yield total
+    yield rows
     del model.run_layers
 
 
 def test_nothing_runs_twice_and_rows_that_ended_cost_nothing():
-    """Rows times layers that the target ran, exactly: the prompt once, then each committed token and each draft once; no prefix
+    """Rows through each layer of the target, exactly: the prompt once, then each committed token and each draft once; no prefix
     is read again, at any depth. A batch costs what its rows cost alone, though they end at different times.
     """
     prompts, n_layer = [list(range(20)), [1], [2, 3]], MODEL.config.n_layer
@@ -398,21 +402,29 @@ def test_nothing_runs_twice_and_rows_that_ended_cost_nothing():
     for mode, decode in MODES.items():
         if mode == "itself":  # the drafter's own rows would be counted too
             continue
+        outs = []
+        for prompt in prompts:
+            with counted(MODEL) as rows:
+                outs += decode([prompt], sampling)
+            stats, read = outs[-1].stats, len(prompt) - 1
+            if mode == "propagate":
+                assert rows == [read + sum(layers > i for layers in outs[-1].layers_run) for i in range(n_layer)]
+            else:
+                assert rows == [read + stats.rounds + stats.drafted] * n_layer, mode
+        stopping = dataclasses.replace(sampling, stop_tokens=(outs[0].tokens[6], outs[1].tokens[3]))
         alone = 0
         for prompt in prompts:
-            with counted(MODEL) as total:
-                out = decode([prompt], sampling)[0]
-            if mode == "propagate":
-                expected = sum(out.layers_run)
-            else:
-                expected = n_layer * (out.stats.rounds + out.stats.drafted)
-            assert total[0] == expected + n_layer * (len(prompt) - 1), mode
-            with counted(MODEL) as total:
-                out = decode([prompt], dataclasses.replace(sampling, stop_tokens=(7, 22)))[0]
-            alone += total[0]
-        with counted(MODEL) as total:
-            outs = decode(prompts, dataclasses.replace(sampling, stop_tokens=(7, 22)))
-        assert total[0] == alone and len({out.stats.rounds for out in outs}) > 1, mode
+            with counted(MODEL) as rows:
+                decode([prompt], stopping)
+            alone += sum(rows)
+        with counted(MODEL) as rows:
+            outs = decode(prompts, stopping)
+        assert sum(rows) == alone and len({out.stats.rounds for out in outs}) > 1, mode
+    # rows that draft less than their neighbours: what is drafted beyond their own length stays shallow
+    with counted(MODEL) as rows:
+        outs = speculative_generate(MODEL, ExitDrafter(MODEL, 2), prompts, SamplingParams(24, seed=1), "auto")
+    deep = sum(len(p) - 1 for p in prompts) + sum(out.stats.rounds + out.stats.drafted for out in outs)
+    assert rows[2:] == [deep] * 2 and rows[0] > deep
 
 
 def test_nothing_leaks_from_one_call_into_the_next():
@@ -457,7 +469,11 @@ def test_fifty_generations_leave_no_memory_behind():
 def test_speed_counts_every_token_and_all_time_behind_prefill():
     """Blocks come in at once: what is divided must not favour whoever commits more tokens in the first of them."""
     stats = DecodeStats(
-        accepted=8, bonus=2, token_seconds=[3.0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0], seconds=4.0, prefill_seconds=2.0
+        accepted_histogram=[0, 0, 0, 0, 2],
+        bonus=2,
+        token_seconds=[3.0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0],
+        seconds=4.0,
+        prefill_seconds=2.0,
     )
     assert stats.tokens_per_second == 5.0
     [out] = generate(tiny_model(), [[1, 2, 3]], SamplingParams(5))

@@ -10,6 +10,7 @@ from helpers import (
     SAMPLE,
     Tables,
     cached,
+    check_laws,
     chi_square_p,
     counters,
     exiting,
@@ -135,7 +136,9 @@ def test_invariants_hold_under_random_exit_masks_and_crops(arch, exit_layers):
 
 @pytest.mark.parametrize("kv_fill", ["recompute", "propagate"])
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
-def test_a_threshold_above_one_equals_plain(arch, kv_fill):
+def test_a_threshold_above_one_equals_plain(arch, kv_fill, monkeypatch):
+    """And no exit's head is asked on the way."""
+    monkeypatch.setattr(kernels, "exit_confidence", None)
     model = tiny_model(arch)
     for sampling in (SamplingParams(12, temperature=0), SamplingParams(12, 0.9, top_p=0.9, repetition_penalty=1.2)):
         plain = generate(model, PROMPTS, sampling)
@@ -200,6 +203,7 @@ def test_early_exit_follows_its_policy_and_its_cache_is_the_full_models(arch, ma
             for row, (prompt, out) in enumerate(zip(PROMPTS, outs)):
                 tokens = prompt + out.tokens
                 check_depths(depths, row, tokens[:-1], depths.computed[row])
+                check_laws(model, prompt, out, sampling, 11 + row)
                 states = true_states(model, tokens)[0]
                 n_parked = disagreed = 0
                 for i, layers in enumerate(out.layers_run):
@@ -365,7 +369,7 @@ def test_a_draft_may_leave_by_its_law_but_not_by_the_token_drawn_from_it(draft_l
         ({"threshold": [0.5, 0.6]}, r"threshold is [0.5, 0.6]: give one number, or one for each exit of (1, 2, 3)"),
         ({"threshold": "high"}, "threshold is 'high': give one number"),
         ({"threshold": [0.5, "x", 1]}, "threshold is [0.5, 'x', 1]: confidences"),
-        ({"threshold": 0.5, "confidence": "router"}, "confidence is 'router': choose max_prob, margin or entropy"),
+        ({"threshold": 0.5, "confidence": "router"}, "confidence is 'router': choose max_prob, margin, entropy"),
         ({"threshold": 0.5, "kv_fill": "zero"}, "kv_fill is 'zero': choose recompute or propagate"),
         ({"threshold": 0.5, "max_parked": 0}, "max_parked is 0: it must be an integer >= 1"),
         ({"threshold": 0.5, "max_parked": 2.5}, "max_parked is 2.5"),
@@ -381,3 +385,11 @@ def test_a_bad_argument_is_refused_in_one_line(call, message):
 def test_a_model_without_exits_says_how_to_get_them():
     with pytest.raises(ValueError, match="this model has no exit heads: train them with"):
         early_exit_generate(tiny_model(exit_layers=()), [[1]], SamplingParams(4), 0.5)
+
+
+def test_a_head_that_knows_no_allowed_token_is_not_sure():
+    """The bias forbids every token of the reduced vocabulary: the row goes deeper instead of failing."""
+    model = tiny_model(exit_vocab=(2, 3, 5))
+    sampling = SamplingParams(8, 0, logit_bias={2: -math.inf, 3: -math.inf, 5: -math.inf})
+    [out] = early_exit_generate(model, [[1, 2]], sampling, threshold=0.0)
+    assert out.tokens == generate(model, [[1, 2]], sampling)[0].tokens and set(out.sources) == {"plain"}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import cached, tiny_model, true_states, with_poisoned_caches
+from helpers import cached, tiny_model, true_states
 
 import decode
 from decode import SamplingParams, generate, read_tokens
@@ -134,20 +134,20 @@ def test_padded_vocabulary_is_minus_infinity_everywhere():
 @torch.no_grad()
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_exit_heads_start_as_the_final_head(arch):
-    """Step 0 of training is the logit lens, for both adapters; a full head there shows any bug of the exit path at once."""
-    config = GPTConfig(arch, 24, 64, 4, 4, 16, n_hidden=24, exit_layers=(1, 3), exit_adapters=("exit", "draft"))
-    torch.manual_seed(0)
-    model = GPT(config).double()
-    model.final_norm.weight.uniform_(0.5, 2)  # so that a second norm would show
-    for head in model.exits.values():
-        head.norm.load_state_dict(model.final_norm.state_dict())
-    x = torch.randn(2, 3, 16, dtype=torch.float64)
-    z = model.final_norm(x)
-    for exit_layer in (1, 3):
-        for adapter in ("exit", "draft"):
-            got = model.logits(x, exit_layer, adapter)
-            assert torch.allclose(got, F.linear(model.exits[str(exit_layer)].norm(x), model.token_embedding.weight))
-            assert torch.allclose(got, F.linear(z, model.token_embedding.weight))
+    """Step 0 of training is the logit lens, for both adapters and without; a bug of the exit path shows at once."""
+    for adapters in ((), ("exit", "draft")):
+        config = GPTConfig(arch, 24, 64, 4, 4, 16, n_hidden=24, exit_layers=(1, 3), exit_adapters=adapters)
+        torch.manual_seed(0)
+        model = GPT(config).double()
+        model.final_norm.weight.uniform_(0.5, 2)  # so that a second norm would show
+        for head in model.exits.values():
+            head.norm.load_state_dict(model.final_norm.state_dict())
+        x = torch.randn(2, 3, 16, dtype=torch.float64)
+        expected = F.linear(model.final_norm(x), model.token_embedding.weight)
+        assert torch.equal(model.logits(x), expected)
+        for exit_layer in (1, 3):
+            for adapter in ("exit", "draft"):
+                assert torch.allclose(model.logits(x, exit_layer, adapter), expected)
     head = model.exits["3"]
     head.adapters["draft"].weight.normal_(0, 0.3)
     assert torch.allclose(model.logits(x, 3, "exit"), model.logits(x))  # the other adapter is its own
@@ -280,9 +280,9 @@ def test_the_model_runs_in_every_dtype(arch):
     exact.load_state_dict(base.state_dict())
     truth = exact(ids)
     for dtype in (torch.float32, torch.bfloat16):
-        model = with_poisoned_caches(tiny_model(arch, dtype=torch.float32, gain=1.0).to(dtype))
+        model = tiny_model(arch, dtype=torch.float32, gain=1.0, poisoned=False).to(dtype)
         logits = model(ids)
-        assert logits.dtype == dtype and model.dtype == dtype
+        assert logits.dtype == model.dtype == model.new_cache(1, 4).k.dtype == dtype
         assert (logits.double() - truth).abs().max() < 20 * torch.finfo(dtype).eps * truth.abs().max()
         out = generate(model, [[1, 2, 3], [4]], SamplingParams(max_new_tokens=8))
         assert [len(o.tokens) for o in out] == [8, 8] and all(math.isfinite(lp) for o in out for lp in o.logprobs)

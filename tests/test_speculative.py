@@ -576,7 +576,7 @@ class Fixed:
     """Proposes what it is told to."""
 
     def __init__(self, tokens, n, logits=None):
-        self.answer = torch.tensor(tokens), logits, torch.tensor(n)
+        self.answer = [torch.tensor(tokens), logits, torch.tensor(n)]
 
     def reset(self, prompts):
         pass
@@ -608,11 +608,28 @@ def test_a_bad_proposal_is_refused_in_one_line(drafter):
 
 def test_what_stands_behind_a_rows_own_drafts_is_not_looked_at():
     """A drafter may pad with anything, and may propose more than it was asked for."""
-    model, sampling = tiny_model(), SamplingParams(8, temperature=0)
-    plain = generate(model, [[1, 2]], sampling)[0].tokens
-    for drafter in (Fixed([[plain[0], -1, 99]], [1]), Fixed([[3] * 9], [9]), Fixed([[-1, -1]], [0])):
-        out = speculative_generate(model, drafter, [[1, 2]], sampling, 3)[0]
-        assert out.tokens == plain and out.stats.drafted_histogram[4:] == []
+
+    class ByRow(Fixed):
+        def propose(self, rows, max_k, sampler):
+            return [None if x is None else x[rows] for x in self.answer]
+
+    model, sampling, prompts = tiny_model(), SamplingParams(8, temperature=0), [[1, 2], [3]]
+    plain = [out.tokens for out in generate(model, prompts, sampling)]
+    a, b = plain[0][0], plain[1]
+    for proposal in (
+        ([[a, -1, 10**6], b[:3]], [1, 3]),
+        ([[-1, -1, -1], b[:3]], [0, 3]),
+        ([[3] * 9, [3] * 9], [9, 9]),
+        ([[-1], [-1]], [0, 0]),
+    ):
+        outs = speculative_generate(model, ByRow(*proposal), prompts, sampling, 3)
+        assert [out.tokens for out in outs] == plain
+        assert all(len(out.stats.drafted_histogram) <= 4 for out in outs)
+    laws = torch.zeros(2, 3, 24)
+    laws[0, 1:] = torch.nan
+    drafter = ByRow([[a, -1, -1], b[:3]], [1, 3], laws)
+    for out in run(speculating(model, drafter, 3), prompts, SamplingParams(40, seed=1)):
+        assert out.stats.accepted > 0 and all(0 <= t < 24 for t in out.tokens)  # and no NaN: run looks at it
 
 
 @pytest.mark.parametrize(
@@ -639,10 +656,85 @@ def test_a_drafter_that_cannot_be_is_refused_in_one_line():
     for threshold in (-0.1, math.nan, [0.5], "high"):
         with pytest.raises(ValueError, match="threshold is"):
             ExitDrafter(model, (1, 2), threshold=threshold)
-    with pytest.raises(ValueError, match="confidence is 'sure': choose max_prob, margin or entropy"):
+    with pytest.raises(ValueError, match="confidence is 'sure': choose max_prob, margin, entropy"):
         ExitDrafter(model, (1, 2), confidence="sure")
     for max_ngram in (0, -1, 1.5):
         with pytest.raises(ValueError, match="max_ngram is"):
             NGramDrafter(max_ngram)
     with pytest.raises(ValueError, match="give both the same model"):
         speculative_generate(other, ExitDrafter(model, 2), [[1]], SamplingParams(4))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Drafters of other shapes
+
+
+class Reordering:
+    """Passes rows on in another order, and puts the answers back."""
+
+    def __init__(self, drafter):
+        self.drafter = drafter
+
+    def __getattr__(self, name):
+        return getattr(self.drafter, name)
+
+    def propose(self, rows, max_k, sampler):
+        tokens, logits, n = self.drafter.propose(rows[::-1], max_k, sampler)
+        return tokens.flip(0), None if logits is None else logits.flip(0), n.flip(0)
+
+
+@pytest.mark.parametrize("kind", ["itself", "exit"])
+def test_the_order_in_which_a_drafter_is_asked_changes_nothing(kind):
+    """A row keeps its cache and its noise wherever it stands: its own model, asked the wrong way round, is always right."""
+    model = tiny_model()
+    drafter = ModelDrafter(model) if kind == "itself" else ExitDrafter(model, (1, 3), threshold=0.6)
+    prompts, sampling = [[1, 2, 3], [4, 5], [6]], SamplingParams(16, 1.0, seed=3)
+    straight, reordered = (
+        speculative_generate(model, d, prompts, sampling, 3, "coupled") for d in (drafter, Reordering(drafter))
+    )
+    assert [out.tokens for out in reordered] == [out.tokens for out in straight]
+    assert [out.stats.accepted for out in reordered] == [out.stats.accepted for out in straight]
+    assert kind == "exit" or all(out.stats.alpha == 1 for out in reordered)
+
+
+class Shortened(ExitDrafter):
+    """Offers one draft fewer than it has made: their rows are parked all the same."""
+
+    def propose(self, rows, max_k, sampler):
+        tokens, logits, n = super().propose(rows, max_k, sampler)
+        return tokens, logits, (n - 1).clamp(min=0)
+
+
+@pytest.mark.parametrize("prompts", [[[1, 2, 3]], [[1, 2, 3], [4], [5, 6]]])
+def test_a_drafter_may_offer_less_than_it_has_parked(prompts):
+    model = tiny_model()
+    plain = generate(model, prompts, SamplingParams(14, 0))
+    outs = speculative_generate(model, Shortened(model, 2), prompts, SamplingParams(14, 0), 3)
+    assert [out.tokens for out in outs] == [out.tokens for out in plain]
+    assert outs[0].stats.drafted > 0
+
+
+class Always:
+    """Proposes one token, for ever."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def reset(self, prompts):
+        pass
+
+    def propose(self, rows, max_k, sampler):
+        return torch.full((len(rows), max_k), self.token, dtype=torch.int32), None, [max_k] * len(rows)
+
+    def commit(self, rows, tokens, hidden):
+        pass
+
+
+def test_drafts_behind_a_stop_are_not_counted():
+    """A stop that is the correction hides the drafts behind the one that fell."""
+    model = tiny_model()
+    [plain] = generate(model, [[1, 2]], SamplingParams(1, 0))
+    wrong = (plain.tokens[0] + 1) % 24
+    sampling = SamplingParams(10, 0, stop_tokens=plain.tokens)
+    [out] = speculative_generate(model, Always(wrong), [[1, 2]], sampling, 6)
+    assert (out.tokens, out.sources, out.stats.drafted, out.finish_reason) == (plain.tokens, ["corrected"], 1, "stop")
