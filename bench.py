@@ -25,20 +25,12 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from checkpoint import BUNDLED, flag, load_checkpoint, parse_flags
-from decode import Generation, SamplingParams, generate
+from checkpoint import BUNDLED, flag, listed, load_checkpoint, parse_flags, write_atomically
+from decode import Generation, SamplingParams, generate, heed
 from early_exit import early_exit_generate
 from model import GPT
 from sample import commit
 from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_generate
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(",") if part)
-
-
-def integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part)
 
 
 @dataclasses.dataclass
@@ -50,12 +42,14 @@ class BenchConfig:
     repeats: int = flag(5, "runs of each mode on each prompt; more narrow the spread")
     temperature: float = flag(0.0, "0 compares tokens exactly; above, acceptance falls")
     seed: int = flag(0, "of the first prompt; the others count on")
-    draft_len: tuple[int, ...] = flag((4,), "drafts per round: more win more where acceptance is high", parse=integers)
+    draft_len: tuple[int, ...] = flag(
+        (4,), "drafts per round: more win more where acceptance is high", parse=listed(int)
+    )
     exit_layer: tuple[int, ...] = flag(
-        (), "exits that may end a pass (all): each one asked costs a head", parse=integers
+        (), "exits that may end a pass (all): each one asked costs a head", parse=listed(int)
     )
     exit_threshold: tuple[float, ...] = flag(
-        (0.9,), "confidence to exit: lower is faster and differs more", parse=numbers
+        (0.9,), "confidence to exit: lower is faster and differs more", parse=listed(float)
     )
     verify: str = flag("rejection", "coupled gives plain's tokens at any temperature", choices=("rejection", "coupled"))
     device: str = flag("auto", "cpu, cuda, or auto")
@@ -64,8 +58,12 @@ class BenchConfig:
     out: str = flag("", "file for the result")
 
     def __post_init__(self):
-        if self.repeats < 1:
-            raise ValueError(f"--repeats is {self.repeats}: it must be an integer >= 1")
+        for name, least in (("repeats", 1), ("max_new_tokens", 1), ("threads", 0)):
+            if getattr(self, name) < least:
+                flag_name = name.replace("_", "-")
+                raise ValueError(f"--{flag_name} is {getattr(self, name)}: it must be an integer >= {least}")
+        if self.out and not Path(self.out).absolute().parent.is_dir():
+            raise ValueError(f"--out {self.out}: there is no such folder")
 
 
 def environment() -> dict:
@@ -136,12 +134,12 @@ def measure(config: BenchConfig, modes: dict[str, Mode], prompts: list[list[int]
         for row, ids in enumerate(prompts):
             sampling = SamplingParams(config.max_new_tokens, config.temperature, seed=config.seed + row)
             for name, mode in modes.items():
-                counted[name].append((mode.audited or mode.decode)(ids, sampling))
+                counted[name] += heed([(mode.audited or mode.decode)(ids, sampling)])
                 bar.update()
             for repeat in range(config.repeats):
                 first = repeat % len(names)
                 for name in names[first:] + names[:first]:
-                    seconds[name].append(token_seconds(modes[name].decode(ids, sampling)))
+                    seconds[name] += map(token_seconds, heed([modes[name].decode(ids, sampling)]))
                     bar.update()
     return [summary(name, counted[name], counted["plain"], seconds[name], seconds["plain"]) for name in names]
 
@@ -222,7 +220,7 @@ def main(argv=None) -> int:
     print(table(rows))
     print(json.dumps(result))
     if config.out:
-        Path(config.out).write_text(json.dumps(result, indent=1) + "\n")
+        write_atomically(config.out, lambda p: p.write_text(json.dumps(result, indent=1) + "\n"))
     return 0
 
 

@@ -17,6 +17,7 @@ import json
 import os
 import pickle
 import typing
+import warnings
 import zipfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -127,14 +128,17 @@ def load_checkpoint(name_or_path, device="auto", dtype="auto", quantize=None) ->
 
 
 def pick_device(device) -> torch.device:
-    if str(device) == "auto":
+    name = str(device)
+    if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(device)
     except RuntimeError:
-        raise ValueError(f"device is {device!r}: choose auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {str(device)!r}, but this machine or this build of torch has no CUDA")
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}: choose auto, cpu or cuda")
+    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
+        raise ValueError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices here")
     return device
 
 
@@ -212,8 +216,8 @@ def read_tokenizer(folder: Path, about: dict, n_vocab_used: int) -> Tokenizer:
     ids = sorted([*ranks.values(), *about["special"].values()])
     if ids != list(range(len(ids))) or not all(bytes([byte]) in ranks for byte in range(256)):
         raise ValueError(f"{file}: incomplete; ids must run from 0 without a gap and hold all 256 bytes")
-    if len(ids) > n_vocab_used:
-        raise ValueError(f"{file}: {len(ids)} tokens, but the model knows {n_vocab_used}")
+    if len(ids) != n_vocab_used:
+        raise ValueError(f"{file}: {len(ids)} tokens, but the model uses {n_vocab_used}")
     return Tokenizer(ranks, about["pattern"], about["special"], about.get("bos_id"), about.get("eos_ids", ()))
 
 
@@ -256,7 +260,9 @@ def hugging_face_config(file: Path, described: dict) -> GPTConfig:
 def read_nanogpt(file: Path) -> tuple[GPTConfig, dict]:
     """Shape and tensors of nanoGPT's ckpt.pt. weights_only: a pickle that wants to run code is refused, not run."""
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they speak of versions of pickle
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise ValueError(f"{file}: not a checkpoint of tensors ({str(error).splitlines()[0][:100]})") from None
     sound = isinstance(content, dict) and all(isinstance(content.get(name), dict) for name in ("model", "model_args"))
@@ -365,6 +371,16 @@ def assemble(path: Path, model: GPT, sources: dict | None, tensors: dict) -> dic
 # -------------------------------------------------------------------------------------------------------- flags
 
 
+def listed(kind):
+    """Parser of a comma-separated flag: "2,4" -> (2, 4)."""
+
+    def parse(text: str) -> tuple:
+        return tuple(kind(part) for part in text.split(",") if part)
+
+    parse.__name__ = f"list of {kind.__name__}"
+    return parse
+
+
 def flag(default, text: str, choices=None, parse=None):
     """A field of a configuration dataclass that is also a flag; text is its one line of help."""
     return dataclasses.field(default=default, metadata={"help": text, "choices": choices, "parse": parse})
@@ -388,10 +404,13 @@ def parse_flags(cls, argv=None, prog=None, description=None, epilog=None):
                                 default=field.default, help=text)  # fmt: skip
             continue
         shown = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-        parser.add_argument(name, type=field.metadata["parse"] or types[field.name], default=field.default,
+        default, action = field.default, "store"
+        if types[field.name] == tuple[str, ...]:  # a flag that may be given several times
+            default, action = list(default), "append"
+        parser.add_argument(name, type=field.metadata["parse"] or types[field.name], default=default, action=action,
                             choices=field.metadata["choices"], metavar=None if field.metadata["choices"] else "X",
                             help=text + (f" ({shown})" if shown not in (None, "") else ""))  # fmt: skip
-    values = vars(parser.parse_args(argv))
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in vars(parser.parse_args(argv)).items()}
     try:
         return cls(**values)
     except ValueError as error:  # a value that the class itself refuses

@@ -455,6 +455,13 @@ class Batch:
         return self.generations
 
 
+def heed(generations: list[Generation]) -> list[Generation]:
+    """Ctrl-C ends a generation without an error; where part of a result is no result, it goes on from here."""
+    if any(out.finish_reason == "interrupted" for out in generations):
+        raise KeyboardInterrupt
+    return generations
+
+
 def plain_requested(control: str | None) -> bool:
     """The kill switch, looked at every round: NANOSPEC_PLAIN set to something other than 0, or `plain` in the control file."""
     if os.environ.get("NANOSPEC_PLAIN", "0") not in ("", "0"):

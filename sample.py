@@ -20,6 +20,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while torch is imported, which takes a second
 
 import codecs
+import functools
 import io
 import json
 import math
@@ -27,19 +28,22 @@ import platform
 import subprocess
 import time
 import warnings
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 
 import torch
 
 import kernels
-from checkpoint import Parser, flag, load_checkpoint, parse_flags
-from decode import Generation, PlainStep, SamplingParams, run_loop
+from checkpoint import flag, listed, load_checkpoint, parse_flags
+from decode import Generation, PlainStep, SamplingParams, heed, run_loop
 from early_exit import EarlyExitStep, check_thresholds
 from speculative import ExitDrafter, ModelDrafter, NGramDrafter, SpeculativeStep
 
-DEFAULT_PROMPT = '"""Read and write tables of text."""\n\nimport os\nimport re\n\n\nclass Table:\n    """A table of'
+DEFAULT_PROMPT = '''def find_files(folder, pattern="*"):
+    """Return the names of all files below folder that match pattern."""
+    names = []
+    for'''
 MODES = ("compare", "plain", "speculative", "early-exit", "auto")
 MAX_PROMPT_BYTES = 1 << 24  # no context holds more, and @/dev/zero has no end
 REPEATS, REPEAT_SECONDS = 5, 10.0  # silent runs behind the table: at most so many of each, none begun after that time
@@ -52,14 +56,10 @@ def draft_length(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-def layer_numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
-
-
 @dataclass
 class Config:
     model: str = flag("stdlib", "a bundled model by name, or a folder or file of weights by path")
-    draft: str | None = flag(None, "none, ngram (free, for text that repeats itself), exit (the model's own first layers), "
+    draft: str | None = flag(None, "none, ngram (for text that repeats itself), exit (the model's own first layers), "
                              "or a small model: guesses well, costs more (stdlib-draft, or ngram)", parse=str)  # fmt: skip
     mode: str = flag("compare", "compare runs three of them; auto drafts while that pays", MODES)
     prompt: str | None = flag(None, "TEXT, @FILE, or - for stdin; special tokens in it count (some Python)", parse=str)
@@ -74,7 +74,7 @@ class Config:
     draft_len: int | str = flag(4, "drafts a round: more to win, more to throw away; or auto", parse=draft_length)
     verify: str = flag("rejection", "rejection accepts most; coupled keeps plain's text", ("rejection", "coupled"))
     exit_layer: tuple[int, ...] = flag((), "exits to use, such as 4,8: shallow is fast, unsure (all; --draft exit: first)",
-                                       parse=layer_numbers)  # fmt: skip
+                                       parse=listed(int))  # fmt: skip
     exit_threshold: float = flag(0.9, "confidence to leave at: lower is faster and strays more; above 1 never leaves")
     confidence: str = flag("max_prob", "judge of an exit; max_prob costs least", ("max_prob", "margin", "entropy"))
     kv_fill: str = flag("recompute", "skipped keys: exact later, or approximate now", ("recompute", "propagate"))
@@ -103,6 +103,8 @@ class Config:
             if not good:
                 raise ValueError(message)
         check_thresholds(self.exit_threshold, (1,))
+        if math.isinf(self.exit_threshold):
+            raise ValueError("--exit-threshold is inf: it must be finite; above 1 never leaves")
         if self.temperature is None:
             self.temperature = 0.0 if self.mode == "compare" else SamplingParams.temperature
         self.sampling()
@@ -110,13 +112,6 @@ class Config:
     def sampling(self, stop_tokens=()) -> SamplingParams:
         ours = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
         return SamplingParams(**ours, stop_tokens=stop_tokens, stop_strings=self.stop)
-
-
-def read_config(argv) -> Config:
-    stops = Parser("sample.py", add_help=False, allow_abbrev=False)  # the other one keeps the last of a repeated flag
-    stops.add_argument("--stop", action="append", default=[])
-    known, others = stops.parse_known_args(argv)
-    return replace(parse_flags(Config, others, "sample.py", __doc__), stop=tuple(known.stop))
 
 
 def read_prompt(source: str | None) -> str:
@@ -207,7 +202,10 @@ class Session:
         seen[0, tokens] = True
         logits = kernels.penalise(logits, seen, self.sampling.repetition_penalty, None)[0]
         best, second = logits.topk(2).values.tolist()
-        return best - second, 32 * torch.finfo(self.model.dtype).eps * logits[logits.isfinite()].abs().max().item()
+        n_ulps = (
+            32 if self.dtype in ("float64", "float32") else 4
+        )  # rounding that a pass was seen to gather, and a margin
+        return best - second, n_ulps * torch.finfo(self.model.dtype).eps * logits[logits.isfinite()].abs().max().item()
 
 
 class Shown:
@@ -215,6 +213,7 @@ class Shown:
 
     def __init__(self, step, show):
         self.step, self.show, self.start, self.finish = step, show, step.start, step.finish
+        self.coupled = getattr(step, "coupled", False)
 
     def __call__(self, batch, rows, plain):
         return self.step(batch, rows, plain)
@@ -225,6 +224,7 @@ class Shown:
         self.step.commit(batch, rows, kept)
 
 
+@functools.cache
 def commit() -> str | None:
     """nanospec's own commit; None outside a clone or without git."""
     here = Path(__file__).resolve().parent
@@ -359,18 +359,13 @@ def promise(session: Session, plain: list[Generation], others: list[Generation])
     for row, (a, b) in enumerate(zip(plain, others)):
         at = n_same(a, b)
         if at < min(len(a.tokens), len(b.tokens)):
+            if session.sampling.temperature > 0:
+                return text + f"sample {row + 1} differs at token {at + 1}."
             gap, tie = session.gap(session.prompt + a.tokens[:at])
             verdict = "a near-tie" if gap <= tie and not exact else "no near-tie, so a bug"
             return text + (f"sample {row + 1} differs at token {at + 1}, where the two best logits are {gap:.2g} apart "
                            f"({verdict}; the bound is {tie:.2g}).")  # fmt: skip
     return text + "no difference."
-
-
-def heed(outs: list[Generation]) -> list[Generation]:
-    """Ctrl-C ends a generation without an error; here it goes on to end the run."""
-    if any(out.finish_reason == "interrupted" for out in outs):
-        raise KeyboardInterrupt
-    return outs
 
 
 def publish(config: Config, record: dict) -> None:
@@ -434,7 +429,7 @@ def main(argv=None) -> int:
         warnings.showwarning = lambda message, *_: str(message) in said or said.add(str(message)) or complain(message)
         try:
             try:
-                return run(read_config(argv))
+                return run(parse_flags(Config, argv, "sample.py", __doc__))
             finally:
                 sys.stdout.flush()
         except KeyboardInterrupt:

@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import pytest
@@ -6,6 +7,7 @@ from helpers import tiny_model, weaker
 
 import bench
 from checkpoint import Tokenizer, save_checkpoint
+from decode import Generation
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +53,30 @@ def test_every_mode_is_compared_with_plain_on_the_same_tokens(folder, capsys, tm
 
 
 def test_ratios_are_paired_and_interleaved(folder, capsys, monkeypatch):
-    """A machine that slows down as it goes leaves the ratios as they are."""
-    clock = iter(range(1, 10**6))
-    monkeypatch.setattr(bench, "token_seconds", lambda run: float(next(clock)))
-    status, out, _ = call(folder, capsys, "--repeats", 40)
-    ratios = [row["ratio_to_plain"] for row in json.loads(out.splitlines()[-1])["rows"]]
-    assert status == 0 and ratios[0] == 1.0 and all(0.9 < ratio < 1.1 for ratio in ratios)
+    """A machine that is ten times slower in every other repetition leaves the ratios as they are."""
+    n_modes, n_runs = 5, itertools.count()
+    monkeypatch.setattr(bench, "token_seconds", lambda run: 10.0 if next(n_runs) // n_modes % 2 else 1.0)
+    status, out, _ = call(folder, capsys, "--repeats", 3)
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert status == 0 and len(rows) == n_modes
+    assert [ratio for row in rows for ratio in (row["ratio_to_plain"], *row["ratio_quartiles"])] == [1.0] * 3 * n_modes
+
+
+def test_ctrl_c_gives_no_result(folder, capsys, monkeypatch, tmp_path):
+    """What an interruption cut short is not counted as if it were whole."""
+    calls = itertools.count()
+
+    def interrupted(run):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return 1.0
+
+    monkeypatch.setattr(bench, "token_seconds", interrupted)
+    status, out, _ = call(folder, capsys, "--out", tmp_path / "result.json")
+    assert (status, out) == (130, "") and not (tmp_path / "result.json").exists()
+    cut = Generation(finish_reason="interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        bench.measure(bench.BenchConfig(), {"plain": bench.Mode(lambda ids, sampling: cut)}, [[1]])
 
 
 @pytest.mark.parametrize(
@@ -71,6 +91,10 @@ def test_ratios_are_paired_and_interleaved(folder, capsys, monkeypatch):
         ["--temperature", "-1"],
         ["--exit-layer", "99"],
         ["--repeats", "0"],
+        ["--max-new-tokens", "0"],
+        ["--threads", "-1"],
+        ["--out", "/nosuch/result.json"],
+        ["--device", "mps"],
     ],
     ids=" ".join,
 )

@@ -16,7 +16,7 @@ import torch
 from helpers import tiny_model, weaker
 
 import sample
-from checkpoint import Tokenizer, load_checkpoint, save_checkpoint
+from checkpoint import Tokenizer, load_checkpoint, parse_flags, save_checkpoint
 from decode import SamplingParams, generate
 
 SCRIPT = Path(sample.__file__)
@@ -176,7 +176,7 @@ def test_compare_streams_all_modes_and_ends_with_a_table(folder, capsys):
 
 
 def test_the_table_compares_runs_that_stand_side_by_side(folder, capsys, monkeypatch):
-    session, order = sample.Session(sample.read_config(flags(folder))), []
+    session, order = sample.Session(parse_flags(sample.Config, flags(folder))), []
     runs = {mode: session.decode(mode) for mode in MODES}
     rates = {"plain": [10.0, 20.0, 400.0], "speculative": [30.0, 40.0, 300.0], "early-exit": [5.0, 40.0, 400.0]}
     sample.print_table(session, runs, rates)
@@ -214,7 +214,7 @@ def test_threshold_above_one_and_coupled_sampling_keep_the_text(folder, capsys):
 
 
 def test_a_difference_is_reported_with_position_and_gap(folder, capsys):
-    session = sample.Session(sample.read_config(flags(folder, "--repetition-penalty", 1.3)))
+    session = sample.Session(parse_flags(sample.Config, flags(folder, "--repetition-penalty", 1.3)))
     plain, other = session.decode("plain"), session.decode("plain")
     other[0].tokens[7] += 1
     text = sample.promise(session, plain, other)
