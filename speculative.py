@@ -49,7 +49,7 @@ class ModelDrafter:
 
     def propose(self, rows: list[int], max_k: int, sampler):
         """1. read the committed tokens that the cache lacks   2. draw, feed what was drawn, draw again, max_k times."""
-        room = [min(max_k, self.model.config.block_size - len(self.tokens[row]) + 1) for row in rows]
+        room = [min(max_k, self.capacity - len(self.tokens[row]) + 1) for row in rows]
         live = [row for row, k in zip(rows, room) if k > 0]
         if min(room) < min(max_k, 1) and not self.warned:
             self.warned = True
@@ -68,7 +68,7 @@ class ModelDrafter:
                 column = drafted[:, -1].tolist()
                 positions = [len(self.tokens[row]) + j - 1 for row in live]
                 ids, at = pack([[t] for t in column], positions, self.model.device)
-                at.masked_fill_(at >= self.model.config.block_size, -1)  # a row whose context is full sits out
+                at.masked_fill_(at >= self.capacity, -1)  # a row without room sits out
                 x = self.model.run_layers(self.model.embed(ids, at), cache, at, 0, self.model.config.n_layer)[:, 0]
             tokens, law = sampler.draft(live, self.model.logits(x), drafted)
             drafted = torch.cat((drafted, tokens[:, None]), 1)

@@ -738,3 +738,14 @@ def test_drafts_behind_a_stop_are_not_counted():
     sampling = SamplingParams(10, 0, stop_tokens=plain.tokens)
     [out] = speculative_generate(model, Always(wrong), [[1, 2]], sampling, 6)
     assert (out.tokens, out.sources, out.stats.drafted, out.finish_reason) == (plain.tokens, ["corrected"], 1, "stop")
+
+
+@pytest.mark.parametrize("draft_len", [3, 8])
+def test_a_row_at_the_end_of_its_budget_stays_in_its_cache_beside_rows_that_draft_on(draft_len):
+    """Prompt and budget fill the pages to the last slot, and rows end in different rounds."""
+    model = tiny_model()
+    prompts, sampling = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 8, 7, 6, 5, 4, 3, 2], [5] * 8], SamplingParams(24, 0.7, seed=2)
+    plain = [out.tokens for out in generate(model, prompts, sampling)]
+    for drafter in (ModelDrafter(weaker(model)), ModelDrafter(weaker(model, 1.0))):
+        outs = speculative_generate(model, drafter, prompts, sampling, draft_len, "coupled")
+        assert [out.tokens for out in outs] == plain
