@@ -274,6 +274,8 @@ class Sampler:
         if self.sampling.repetition_penalty != 1 or self.bias is not None:
             rows_of = logits[:, None].expand(-1, n_before + 1, -1)
             logits = self.penalised(rows, rows_of, drafted)[:, -1]
+        if self.sampling.temperature == 0:
+            return logits.argmax(-1), None
         stream, rounds = (kernels.SAMPLE, None) if self.coupled else (kernels.DRAFT, self._rounds(rows))
         tokens, _, processed = kernels.sample_token(
             logits, self.seeds[rows], self._at(rows, n_before), **self.law, stream=stream, rounds=rounds

@@ -295,6 +295,26 @@ def exit_confidence_ref(logits: torch.Tensor, confidence: str = "max_prob") -> t
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# linear: a product with the few rows of a decode or verify step
+#
+#     x (n, in)    weight (out, in)   read once, whatever n: a step of n rows should cost what one row costs
+#     bytes: out * in * element size
+
+
+def linear_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x (..., in), weight (out, in), bias (out,) -> (..., out), in the dtype of x."""
+    n_rows = x.numel() // x.shape[-1]
+    if x.device.type != "cpu" or x.dtype != torch.float32 or not 0 < n_rows < 8:
+        return F.linear(x, weight, bias)
+    # MKL's product of few float32 rows takes up to twice the time of the same product turned round, and one column
+    # takes longer than two (LOG.md)
+    rows = x.reshape(n_rows, -1)
+    rows = torch.cat((rows, rows)) if n_rows == 1 else rows
+    y = (weight @ rows.t()).t()[:n_rows].contiguous().view(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # decode_attention: rotary embedding, cache append and attention of T new rows
 #
 #     positions of a row   0 1 2 3 4 5 6 7 8           block_table[row]   page 4, page 1, ...
@@ -437,6 +457,7 @@ sample_token = sample_token_ref
 accept_draft = accept_draft_ref
 exit_confidence = exit_confidence_ref
 penalise = penalise_ref
+linear = linear_ref
 decode_attention = decode_attention_ref
 append_kv = append_kv_ref
 rotate = rotate_ref

@@ -112,6 +112,11 @@ class KVCache:
         return view
 
 
+class Linear(nn.Linear):
+    def forward(self, x):
+        return kernels.linear(x, self.weight, self.bias)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -136,11 +141,11 @@ class Block(nn.Module):
         width, bias = config.n_embd, config.arch == "gpt2"
         n_up = config.n_hidden if config.arch == "gpt2" else 2 * config.n_hidden
         self.attn_norm = make_norm(config)
-        self.qkv = nn.Linear(width, (self.n_head + 2 * self.n_kv) * self.head_dim, bias=config.qkv_bias)
-        self.attn_out = nn.Linear(self.n_head * self.head_dim, width, bias=bias)
+        self.qkv = Linear(width, (self.n_head + 2 * self.n_kv) * self.head_dim, bias=config.qkv_bias)
+        self.attn_out = Linear(self.n_head * self.head_dim, width, bias=bias)
         self.mlp_norm = make_norm(config)
-        self.up = nn.Linear(width, n_up, bias=bias)  # llama: the gate's rows, then up's
-        self.down = nn.Linear(config.n_hidden, width, bias=bias)
+        self.up = Linear(width, n_up, bias=bias)  # llama: the gate's rows, then up's
+        self.down = Linear(config.n_hidden, width, bias=bias)
 
     def forward(self, x, memory, cos, sin, plans):
         """x (B, T, C); memory (k, v, block_table, positions) of this layer, None for causal attention within x."""
@@ -160,7 +165,7 @@ class Block(nn.Module):
         """Only what the cache needs of x (B, T, C): k, v (B, T, G, D)."""
         skip = self.n_head * self.head_dim
         bias = None if self.qkv.bias is None else self.qkv.bias[skip:]
-        kv = F.linear(self.attn_norm(x), self.qkv.weight[skip:], bias).unflatten(-1, (-1, self.head_dim))
+        kv = kernels.linear(self.attn_norm(x), self.qkv.weight[skip:], bias).unflatten(-1, (-1, self.head_dim))
         k, v = kv.chunk(2, 2)
         return (k if cos is None else kernels.rotate(k, cos, sin)), v
 
@@ -174,7 +179,7 @@ class ExitHead(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.norm = make_norm(config)
-        self.adapters = nn.ModuleDict({name: nn.Linear(config.n_embd, config.n_embd) for name in config.exit_adapters})
+        self.adapters = nn.ModuleDict({name: Linear(config.n_embd, config.n_embd) for name in config.exit_adapters})
 
     def forward(self, x, adapter: str):
         z = self.norm(x)
@@ -195,7 +200,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.final_norm = make_norm(config)
         self.exits = nn.ModuleDict({str(e): ExitHead(config) for e in config.exit_layers})
-        self.output = None if config.tie_weights else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.output = None if config.tie_weights else Linear(config.n_embd, config.vocab_size, bias=False)
         if config.arch == "llama":
             cos, sin = rotary_tables(config)
             self.register_buffer("cos", cos, persistent=False)
@@ -265,7 +270,7 @@ class GPT(nn.Module):
         weight = self.token_embedding.weight if self.output is None else self.output.weight
         n_used = self.config.n_vocab_used
         if exit_layer is None:
-            logits = F.linear(self.final_norm(x), weight)
+            logits = kernels.linear(self.final_norm(x), weight)
         else:
             if exit_layer not in self.config.exit_layers:
                 raise ValueError(f"exit_layer is {exit_layer}: this model has exits {self.config.exit_layers}")
@@ -273,11 +278,11 @@ class GPT(nn.Module):
                 raise ValueError(f"adapter is {adapter!r}: choose exit or draft")
             x = self.exits[str(exit_layer)](x, adapter)
             if self.exit_vocab is not None:
-                known = F.linear(x, weight[self.exit_vocab])
+                known = kernels.linear(x, weight[self.exit_vocab])
                 logits = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
                 logits[..., self.exit_vocab] = known
                 return logits
-            logits = F.linear(x, weight)
+            logits = kernels.linear(x, weight)
         if n_used < self.config.vocab_size:
             logits[..., n_used:] = -torch.inf
         return logits

@@ -531,3 +531,16 @@ def test_entropy_does_not_count_tokens_that_cannot_be_drawn():
     logits = torch.full((1, 1000), -torch.inf)
     logits[0, 10:14] = 2.0
     assert abs(kernels.exit_confidence(logits, "entropy").item()) < 1e-6
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_of_few_rows_is_the_product(bias):
+    """Every number of rows on both sides of the switch, within twice the error of the plain product."""
+    torch.manual_seed(0)
+    weight, offset = torch.randn(33, 40), torch.randn(33) if bias else None
+    for shape in [(n, 40) for n in range(10)] + [(1, 1, 40), (2, 3, 40), (3, 5, 40)]:
+        x = torch.randn(shape)
+        exact = torch.nn.functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
+        plain, ours = torch.nn.functional.linear(x, weight, offset), kernels.linear(x, weight, offset)
+        assert ours.shape == plain.shape and ours.is_contiguous()
+        assert (ours - exact).abs().sum() <= 2 * (plain - exact).abs().sum() + 1e-6
