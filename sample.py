@@ -40,10 +40,7 @@ from decode import Generation, PlainStep, SamplingParams, heed, run_loop
 from early_exit import EarlyExitStep, check_thresholds
 from speculative import ExitDrafter, ModelDrafter, NGramDrafter, SpeculativeStep
 
-DEFAULT_PROMPT = '''def find_files(folder, pattern="*"):
-    """Return the names of all files below folder that match pattern."""
-    names = []
-    for'''
+DEFAULT_PROMPT = 'def parse_header(line):\n    """Parse a header line and return its name and value."""'
 MODES = ("compare", "plain", "speculative", "early-exit", "auto")
 MAX_PROMPT_BYTES = 1 << 24  # no context holds more, and @/dev/zero has no end
 REPEATS, REPEAT_SECONDS = 5, 10.0  # silent runs behind the table: at most so many of each, none begun after that time
@@ -75,7 +72,7 @@ class Config:
     verify: str = flag("rejection", "rejection accepts most; coupled keeps plain's text", ("rejection", "coupled"))
     exit_layer: tuple[int, ...] = flag((), "exits to use, such as 4,8: shallow is fast, unsure (all; --draft exit: first)",
                                        parse=listed(int))  # fmt: skip
-    exit_threshold: float = flag(0.9, "confidence to leave at: lower is faster and strays more; above 1 never leaves")
+    exit_threshold: float = flag(0.7, "confidence to leave at: lower is faster and strays more; above 1 never leaves")
     confidence: str = flag("max_prob", "judge of an exit; max_prob costs least", ("max_prob", "margin", "entropy"))
     kv_fill: str = flag("recompute", "skipped keys: exact later, or approximate now", ("recompute", "propagate"))
     num_samples: int = flag(1, "samples in one batch: more tokens/s in all, fewer for each")
