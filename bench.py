@@ -25,9 +25,9 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from checkpoint import BUNDLED, flag, listed, load_checkpoint, parse_flags, write_atomically
+from checkpoint import BUNDLED, check_pair, flag, listed, load_checkpoint, parse_flags, write_atomically
 from decode import Generation, SamplingParams, generate, heed
-from early_exit import early_exit_generate
+from early_exit import check_thresholds, early_exit_generate
 from model import GPT
 from sample import commit
 from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_generate
@@ -58,12 +58,16 @@ class BenchConfig:
     out: str = flag("", "file for the result")
 
     def __post_init__(self):
-        for name, least in (("repeats", 1), ("max_new_tokens", 1), ("threads", 0)):
-            if getattr(self, name) < least:
+        for name, least, most in (("repeats", 1, 10**6), ("max_new_tokens", 1, 10**6), ("threads", 0, 1024)):
+            if not least <= getattr(self, name) <= most:
                 flag_name = name.replace("_", "-")
-                raise ValueError(f"--{flag_name} is {getattr(self, name)}: it must be an integer >= {least}")
-        if self.out and not Path(self.out).absolute().parent.is_dir():
-            raise ValueError(f"--out {self.out}: there is no such folder")
+                raise ValueError(f"--{flag_name} is {getattr(self, name)}: it must be from {least} to {most}")
+        if self.out and (not Path(self.out).absolute().parent.is_dir() or Path(self.out).is_dir()):
+            raise ValueError(f"--out {self.out}: it must be a file in a folder that is there")
+        SamplingParams(temperature=self.temperature, seed=self.seed)
+        check_thresholds(self.exit_threshold, self.exit_threshold)
+        if min(self.draft_len, default=0) < 0:
+            raise ValueError(f"--draft-len is {self.draft_len}: each must be an integer >= 0")
 
 
 def environment() -> dict:
@@ -203,15 +207,22 @@ def main(argv=None) -> int:
         model, tokenizer = load_checkpoint(config.model, config.device, config.dtype)
         draft_model = None
         if config.draft not in ("", "none"):
-            draft_model, _ = load_checkpoint(config.draft, config.device, config.dtype)
+            draft_model, draft_tokenizer = load_checkpoint(config.draft, config.device, config.dtype)
+            check_pair(config.model, tokenizer, config.draft, draft_tokenizer)
         texts = read_prompts(Path(config.prompts) if config.prompts else BUNDLED / "stdlib" / "prompts.json")
         if tokenizer is None:
             raise ValueError(f"--model {config.model}: it has no tokenizer to read the prompts with")
         if not set(config.exit_layer) <= set(model.config.exit_layers):
             raise ValueError(f"--exit-layer is {config.exit_layer}: the exits are {model.config.exit_layers}")
         began = time.perf_counter()
-        rows = measure(config, modes_of(config, model, draft_model), [tokenizer.encode(text) for text in texts])
-    except ValueError as error:
+        prompts = [tokenizer.encode(text) for text in texts]
+        longest = max(map(len, prompts))
+        if longest >= model.config.block_size:
+            raise ValueError(
+                f"--prompts: one has {longest} tokens, no room is left in a context of {model.config.block_size}"
+            )
+        rows = measure(config, modes_of(config, model, draft_model), prompts)
+    except (ValueError, OSError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

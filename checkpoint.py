@@ -120,11 +120,18 @@ def load_checkpoint(name_or_path, device="auto", dtype="auto", quantize=None) ->
                 sources = foreign_names(config, conv1d=True)
             tensors = open_safetensors(path, files)
         try:
-            model = GPT(config)
-        except (ValueError, TypeError, KeyError) as error:  # a variant of the rotary embedding that model.py lacks
-            raise ValueError(f"{path}: cannot build the model of its config: {type(error).__name__} {error}") from None
+            model = GPT(config).to(dtype)  # before the weights come: float64 ones are not to pass through float32
+        except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
+            kind, text = type(error).__name__, str(error).splitlines()[0]
+            raise ValueError(f"{path}: cannot build the model of its config: {kind} {text}") from None
         model.load_state_dict(assemble(path, model, sources, tensors))
-    return model.to(device=device, dtype=dtype).eval(), tokenizer
+    return model.to(device=device).eval(), tokenizer
+
+
+def check_pair(name: str, tokenizer: Tokenizer | None, draft_name: str, draft_tokenizer: Tokenizer | None) -> None:
+    """ValueError where the drafter's ids mean other tokens than the target's, also when there are equally many."""
+    if any(getattr(tokenizer, x, None) != getattr(draft_tokenizer, x, None) for x in ("ranks", "special", "pattern")):
+        raise ValueError(f"{name} and {draft_name} have different tokenizers: not a pair")
 
 
 def pick_device(device) -> torch.device:
@@ -171,6 +178,8 @@ def read_json(file: Path) -> dict:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{file}: there is no such file") from None
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: not JSON ({str(error).splitlines()[0]})") from None
     if type(content) is not dict:
@@ -200,9 +209,20 @@ def our_config(folder: Path, described: dict) -> tuple[GPTConfig, Tokenizer | No
 def read_tokenizer(folder: Path, about: dict, n_vocab_used: int) -> Tokenizer:
     """about: the "tokenizer" field of config.json; the tokens themselves stand in tokenizer.tiktoken."""
     file, ranks = folder / "tokenizer.tiktoken", {}
-    for name in ("pattern", "special"):
-        if name not in about:
-            raise ValueError(f"{folder / 'config.json'}: field tokenizer.{name} is missing")
+    about = about if isinstance(about, dict) else {}
+    bos_id, eos_ids, special = about.get("bos_id"), about.get("eos_ids", []), about.get("special")
+
+    def known(i) -> bool:
+        return type(i) is int and i >= 0
+
+    for name, sound in (
+        ("pattern", isinstance(about.get("pattern"), str)),
+        ("special", isinstance(special, dict) and all(type(i) is int for i in special.values())),
+        ("bos_id", bos_id is None or known(bos_id)),
+        ("eos_ids", isinstance(eos_ids, list) and all(map(known, eos_ids))),
+    ):
+        if not sound:
+            raise ValueError(f"{folder / 'config.json'}: field tokenizer.{name} is missing or wrong")
     try:
         for number, line in enumerate(file.read_text(encoding="ascii").splitlines(), 1):
             piece, rank = line.split()
@@ -218,7 +238,12 @@ def read_tokenizer(folder: Path, about: dict, n_vocab_used: int) -> Tokenizer:
         raise ValueError(f"{file}: incomplete; ids must run from 0 without a gap and hold all 256 bytes")
     if len(ids) != n_vocab_used:
         raise ValueError(f"{file}: {len(ids)} tokens, but the model uses {n_vocab_used}")
-    return Tokenizer(ranks, about["pattern"], about["special"], about.get("bos_id"), about.get("eos_ids", ()))
+    if max(bos_id or 0, *eos_ids, 0) >= n_vocab_used:
+        raise ValueError(f"{folder / 'config.json'}: field tokenizer.bos_id or eos_ids names no token")
+    try:
+        return Tokenizer(ranks, about["pattern"], special, bos_id, eos_ids)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: field tokenizer.pattern is no pattern ({error})") from None
 
 
 SHAPE = "vocab_size block_size n_layer n_head n_embd n_hidden norm_eps n_kv_head head_dim rope_theta rope_scaling"
@@ -321,7 +346,7 @@ def open_safetensors(folder: Path, files: ExitStack) -> dict:
     names = ["model.safetensors"]
     if index.exists():
         shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
+        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
             raise ValueError(f"{index}: field weight_map is missing")
         names = sorted(set(shards.values()))
     elif not (folder / names[0]).exists() and any(folder.glob("*.bin")):

@@ -137,6 +137,7 @@ def process_logits_ref(
         probs = logits.softmax(-1)
         ordered = probs.sort(-1, descending=True).values
         needed = ordered.cumsum(-1) - ordered < top_p  # the shortest prefix that reaches top_p
+        needed[..., 0] = True  # also where top_p is too small for the dtype
         cut = ordered.masked_fill(~needed, 2.0).amin(-1, keepdim=True)
         logits = logits.masked_fill(probs < cut, -torch.inf)
     if min_p > 0:

@@ -35,7 +35,7 @@ from statistics import median
 import torch
 
 import kernels
-from checkpoint import flag, listed, load_checkpoint, parse_flags
+from checkpoint import check_pair, flag, listed, load_checkpoint, parse_flags
 from decode import Generation, PlainStep, SamplingParams, heed, run_loop
 from early_exit import EarlyExitStep, check_thresholds
 from speculative import ExitDrafter, ModelDrafter, NGramDrafter, SpeculativeStep
@@ -165,8 +165,7 @@ class Session:
             self.drafter = ExitDrafter(self.model, layers, confidence=config.confidence)
         elif self.draft != "none":
             model, theirs = load_checkpoint(self.draft, config.device, config.dtype)
-            if any(getattr(ours, part) != getattr(theirs, part, None) for part in ("ranks", "special", "pattern")):
-                raise ValueError(f"{config.model} and {self.draft} have different tokenizers: not a pair")
+            check_pair(config.model, ours, self.draft, theirs)
             self.drafter = ModelDrafter(model)
             self.drafter.check_target(self.model)
 

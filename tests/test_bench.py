@@ -17,6 +17,7 @@ def folder(tmp_path_factory):
     target = tiny_model(dtype=torch.float32, poisoned=False, vocab_size=256)
     save_checkpoint(folder / "target", target, tokenizer)
     save_checkpoint(folder / "drafter", weaker(target), tokenizer)
+    save_checkpoint(folder / "stranger", target, Tokenizer({bytes([255 - i]): i for i in range(256)}, r"[\s\S]"))
     (folder / "prompts.json").write_text(json.dumps(["def f(x):", "import"]))
     return folder
 
@@ -95,10 +96,12 @@ def test_ctrl_c_gives_no_result(folder, capsys, monkeypatch, tmp_path):
         ["--threads", "-1"],
         ["--out", "/nosuch/result.json"],
         ["--device", "mps"],
+        ["--draft", "stranger"],
     ],
     ids=" ".join,
 )
 def test_errors_are_one_line_and_status_2(folder, capsys, more):
+    more = [folder / part if part == "stranger" else part for part in more]
     status, out, err = call(folder, capsys, *more)
     errors = [line for line in err.splitlines() if line.startswith("bench.py: ")]
     assert status == 2 and out == "" and len(errors) == 1 and "Traceback" not in err

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import tiny_model
 from safetensors.torch import load_file, save_file
 
 import checkpoint
@@ -264,6 +265,14 @@ BROKEN = {  # what is done to a sound folder, and the words that the error must 
     "kind in an operation": (lambda f: edit_json(f / CONFIG, lambda c: c["model"].update(n_kv_head="1")), [CONFIG]),
     "unknown architecture": (lambda f: edit_json(f / CONFIG, lambda c: c["model"].update(arch="mamba")), [CONFIG, "arch", "mamba"]),
     "no split pattern": (lambda f: edit_json(f / CONFIG, drop("tokenizer", "pattern")), [CONFIG, "tokenizer.pattern"]),
+    "no tokenizer but a name": (lambda f: edit_json(f / CONFIG, lambda c: c.update(tokenizer="gpt2")), [CONFIG, "tokenizer.pattern"]),
+    "list of special tokens": (lambda f: edit_json(f / CONFIG, lambda c: c["tokenizer"].update(special=[])), [CONFIG, "tokenizer.special"]),
+    "pattern that is none": (lambda f: edit_json(f / CONFIG, lambda c: c["tokenizer"].update(pattern="((")), [CONFIG, "tokenizer.pattern"]),
+    "number for the ends": (lambda f: edit_json(f / CONFIG, lambda c: c["tokenizer"].update(eos_ids=5)), [CONFIG, "tokenizer.eos_ids"]),
+    "end beyond the tokens": (lambda f: edit_json(f / CONFIG, lambda c: c["tokenizer"].update(eos_ids=[10**6])), [CONFIG, "eos_ids"]),
+    "rotary scaling of a wrong kind": (lambda f: edit_json(f / CONFIG, lambda c: c["model"].update(rope_scaling="linear")), ["config"]),
+    "more rows than memory": (lambda f: edit_json(f / CONFIG, lambda c: c["model"].update(vocab_size=10**18)), ["config"]),
+    "folder for config": (lambda f: ((f / CONFIG).unlink(), (f / CONFIG).mkdir()), [CONFIG]),
     "no tokens": (lambda f: (f / TOKENS).unlink(), [TOKENS, "no such file"]),
     "html for tokens": (lambda f: (f / TOKENS).write_bytes(HTML), [TOKENS, "line 1"]),
     "half a line": (lambda f: (f / TOKENS).write_text((f / TOKENS).read_text()[:-3]), [TOKENS]),
@@ -404,3 +413,10 @@ def test_a_bad_flag_is_one_line_and_status_2(given, capsys):
     out, err = capsys.readouterr()
     assert (stopped.value.code, out) == (2, "")
     assert err.startswith("prog.py: ") and err.count("\n") == 1
+
+
+def test_float64_weights_do_not_pass_through_float32(tmp_path):
+    model = tiny_model(poisoned=False)
+    save_checkpoint(tmp_path / "model", model)
+    loaded, _ = load_checkpoint(tmp_path / "model", "cpu", "float64")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), loaded.state_dict().values()))

@@ -544,3 +544,8 @@ def test_a_product_of_few_rows_is_the_product(bias):
         plain, ours = torch.nn.functional.linear(x, weight, offset), kernels.linear(x, weight, offset)
         assert ours.shape == plain.shape and ours.is_contiguous()
         assert (ours - exact).abs().sum() <= 2 * (plain - exact).abs().sum() + 1e-6
+
+
+def test_a_tiny_top_p_keeps_the_best_token():
+    law = kernels.process_logits_ref(torch.tensor([[0.0, 2.0, 1.0]]), 1.0, top_p=1e-320)
+    assert law.softmax(-1).tolist() == [[0.0, 1.0, 0.0]]
