@@ -12,16 +12,15 @@ bfloat16, which load_checkpoint(OUT) reads. Ctrl-C writes a checkpoint and ends 
 
 import copy
 import dataclasses
-import datetime
 import functools
 import hashlib
 import json
 import math
 import os
+import pickle
 import platform
 import random
 import signal
-import subprocess
 import sys
 import sysconfig
 import time
@@ -31,8 +30,18 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from checkpoint import Tokenizer, flag, load_checkpoint, parse_flags, pick_device, save_checkpoint, write_atomically
-from decode import SamplingParams, generate
+from bench import environment
+from checkpoint import (
+    Tokenizer,
+    check_pair,
+    flag,
+    load_checkpoint,
+    parse_flags,
+    pick_device,
+    save_checkpoint,
+    write_atomically,
+)
+from decode import SamplingParams, generate, heed
 from model import GPT, GPTConfig
 from speculative import ModelDrafter, speculative_generate
 
@@ -57,7 +66,7 @@ def read_corpus(path: str = "") -> tuple[list[tuple[str, bytes]], str]:
         found = [p for p in root.rglob("*") if p.is_file() and not p.name.startswith(".")]
     else:
         found = [p for p in root.rglob("*.py") if not SKIPPED_FOLDERS & set(p.relative_to(root).parts[:-1])]
-    documents = sorted((p.relative_to(root).as_posix(), p.read_bytes()) for p in found)
+    documents = sorted((p.relative_to(root).as_posix(), p.read_bytes()) for p in found if p.stat().st_size)
     if not sum(len(content) for _, content in documents):
         raise ValueError(f"--data: no text in {root}")
     digest = hashlib.sha256()
@@ -159,12 +168,14 @@ def base_losses(model: GPT, tokens, kept):
     return losses + [divergence(final.detach(), guess) for guess in guesses]
 
 
-def draft_losses(model: GPT, target: GPT, tokens):
-    """tokens (B, T) -> KL to the target, cross-entropy to the target's argmax, share of equal argmax."""
-    with torch.no_grad():
-        teacher = log_law(target, hidden_states(target, tokens)[-1])  # (B, T, V)
-    guess, best = log_law(model, hidden_states(model, tokens)[-1]), teacher.argmax(-1)
-    return [divergence(teacher, guess), cross_entropy(guess, best), (guess.argmax(-1) == best).float().mean()]
+def draft_losses(model: GPT, tokens, best, log_probs):
+    """tokens (B, T); the target's best tokens and their log-probabilities (B, T, K) -> KL to the target, with all other
+    tokens as one; cross-entropy to its argmax; share of equal argmax."""
+    law = log_law(model, hidden_states(model, tokens)[-1])
+    guess = law.gather(-1, best)
+    others, others_guessed = ((1 - x.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log() for x in (log_probs, guess))
+    kl = divergence(torch.cat((log_probs, others), -1), torch.cat((guess, others_guessed), -1))
+    return [kl, -guess[..., 0].mean(), (law.argmax(-1) == best[..., 0]).float().mean()]
 
 
 def exit_losses(model: GPT, tokens):
@@ -247,11 +258,11 @@ def evaluate(config, model: GPT, tokenizer: Tokenizer, stream: torch.Tensor, max
 
 # --------------------------------------------------------------------------------------------------------- flags
 
-STAGES = {  # what differs between stages: shapes, and a schedule of about 75, 15 and 5 minutes on two CPU cores
+STAGES = {  # what differs between stages: shapes, and a schedule of about 75, 40 and 15 minutes on two CPU cores
     "base": {"n_layer": 16, "n_embd": 256, "n_head": 4, "n_kv_head": 2, "n_hidden": 768, "block_size": 512}
     | {"steps": 2000, "batch_size": 8, "lr": 4e-3},
     "draft": {"n_layer": 2, "n_embd": 192, "n_head": 3, "n_kv_head": 1, "n_hidden": 512, "block_size": 512}
-    | {"steps": 700, "batch_size": 16, "lr": 4e-3},
+    | {"steps": 2500, "batch_size": 16, "lr": 4e-3},
     "exits": {"steps": 200, "batch_size": 16, "lr": 1e-3},
 }
 
@@ -290,7 +301,9 @@ class TrainConfig:
     adapters: bool = flag(
         False, "stage exits: give each exit a translator to draft and one to exit; a product more per use"
     )
-    samples: int = flag(1536, "stages draft, exits: texts of the target's own to learn from; most of the start-up time")
+    samples: int = flag(
+        2816, "stages draft, exits: texts of the target's own, and as many of the corpus; most of the start"
+    )
     steps: int = by_stage("steps", "optimiser steps; the schedule stretches with them")
     batch_size: int = by_stage("batch_size", "sequences a step and process: fewer are noisier, but give more steps")
     lr: float = by_stage("lr", "peak rate; Muon's updates have the size of AdamW's, so it holds for both", float)
@@ -462,7 +475,10 @@ def load_state(config, task, optimizers) -> tuple[int, float]:
     file = Path(config.out) / "train.pt"
     if not file.exists():
         raise ValueError(f"--resume: there is no checkpoint {file}")
-    state = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError):
+        raise ValueError(f"--resume: {file} is truncated, or no checkpoint of a run") from None
     if state["corpus"] != task.text_hash:
         raise ValueError(f"--resume: {file} was trained on another text")
     if {n: t.shape for n, t in state["model"].items()} != {n: t.shape for n, t in task.model.state_dict().items()}:
@@ -542,65 +558,89 @@ def frozen_target(config: TrainConfig):
 
 def own_texts(config: TrainConfig, target: GPT, stream: torch.Tensor, length: int) -> torch.Tensor:
     """(samples, length) tokens of the target's own: 16 to length/2 tokens of the text, which it then continues, three
-    times in four greedily and else at temperature 1. Drafts are judged on such text, not on the corpus.
+    times in four greedily and else at temperature 1. Drafts and exits are judged on such text, not on the corpus."""
+    texts, rng, n_rows = [], random.Random(f"{config.seed} prompts"), min(64, config.samples)
+    for group in tqdm(range(-(-config.samples // n_rows)), desc="the target writes", dynamic_ncols=True):
+        shortest = min(16, length // 2)
+        n_prompt = rng.randrange(shortest, max(length // 2, shortest + 1))
+        starts = [rng.randrange(len(stream) - n_prompt) for _ in range(n_rows)]
+        prompts = [stream[start : start + n_prompt].tolist() for start in starts]
+        sampling = SamplingParams(length - n_prompt, float(group % 4 == 3), seed=config.seed + group * n_rows)
+        written = heed(generate(target, prompts, sampling))
+        texts += [prompt + row.tokens for prompt, row in zip(prompts, written)]
+    return torch.tensor(texts, dtype=torch.int32)
 
-    Written once, to OUT/samples.pt: resuming and the other processes read it there.
+
+@torch.no_grad()
+def answers(config: TrainConfig, target: GPT, rows: torch.Tensor, n_best: int = 8) -> list[torch.Tensor]:
+    """rows (N, T), the target's best tokens and their log-probabilities (N, T, K): the target is ten times the drafter,
+    and reads each text once instead of at every step."""
+    best, log_probs = [], []
+    for part in tqdm(rows.split(16), desc="the target reads", dynamic_ncols=True):
+        with products(config, target.device):
+            top = log_law(target, hidden_states(target, part.long().to(target.device))[-1]).topk(n_best)
+        best.append(top.indices.int().cpu())
+        log_probs.append(top.values.half().cpu())
+    return [rows, torch.cat(best), torch.cat(log_probs)]
+
+
+def lessons(config: TrainConfig, target: GPT, stream: torch.Tensor, prepare=lambda rows: [rows]):
+    """step -> tokens (B, T), and what prepare(rows (N, T)) adds to them. Two steps read the target's own texts, the next
+    one the corpus at full length, so that what is learnt holds for any text and for all positions.
+
+    The texts are kept in OUT/lessons.pt: dear to make, and read there by other processes and by --resume.
     """
-    file, (rank, n_processes), n_rows = Path(config.out) / "samples.pt", processes(), min(64, config.samples)
+    length = min(target.config.block_size, config.block_size or target.config.block_size)
+    file, (rank, n_processes) = Path(config.out) / "lessons.pt", processes()
+    if len(stream) < length:
+        raise ValueError(f"--data: {len(stream)} tokens are too few for sequences of {length}")
     if rank == 0 and not (config.resume and file.exists()):
-        texts, rng = [], random.Random(f"{config.seed} prompts")
-        for group in tqdm(range(-(-config.samples // n_rows)), desc="the target writes", dynamic_ncols=True):
-            n_prompt = rng.randrange(16, max(length // 2, 17))
-            starts = [rng.randrange(len(stream) - n_prompt) for _ in range(n_rows)]
-            prompts = [stream[start : start + n_prompt].tolist() for start in starts]
-            sampling = SamplingParams(length - n_prompt, float(group % 4 == 3), seed=config.seed + group * n_rows)
-            written = generate(target, prompts, sampling)
-            if any(row.finish_reason == "interrupted" for row in written):
-                raise KeyboardInterrupt
-            texts += [prompt + row.tokens for prompt, row in zip(prompts, written)]
+        corpus = stream[: len(stream) // length * length].view(-1, length)
+        corpus = corpus[:: -(-len(corpus) // config.samples)]
+        made = [prepare(own_texts(config, target, stream, length // 2)), prepare(corpus)]
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, lambda p: torch.save(torch.tensor(texts, dtype=torch.int32), p))
+        write_atomically(file, lambda p: torch.save(made, p))
     if n_processes > 1:
         dist.barrier()
-    return torch.load(file, weights_only=True)
-
-
-def own_batches(config: TrainConfig, target: GPT, stream: torch.Tensor):
-    """step -> (B, T) tokens: two steps on the target's own texts, then one on the corpus at full length, so that what
-    is learnt holds for any text and for all positions."""
-    length = min(target.config.block_size, config.block_size or target.config.block_size)
-    texts, (rank, n_processes) = own_texts(config, target, stream, length // 2), processes()
+    own, corpus = torch.load(file, weights_only=True)
 
     def batch(step):
-        if step % 3 == 2:
-            return (corpus_batch(config, stream, step // 3, length).to(target.device),)
-        first, rows = ((step - step // 3) * n_processes + rank) * config.batch_size, []
-        for epoch, place in (divmod(first + i, len(texts)) for i in range(config.batch_size)):
-            rows.append(texts[epoch_order(len(texts), 1, epoch, config.seed)[1][place]])
-        return (torch.stack(rows).long().to(target.device),)
+        lesson, turn = (corpus, step // 3) if step % 3 == 2 else (own, step - step // 3)
+        first, rows = (turn * n_processes + rank) * config.batch_size, []
+        for epoch, place in (divmod(first + i, len(lesson[0])) for i in range(config.batch_size)):
+            rows.append(epoch_order(len(lesson[0]), 1, epoch, config.seed)[1][place])
+        return unpacked((part[rows] for part in lesson), target.device)
 
     return batch
+
+
+def unpacked(parts, device):
+    """From the small types that lessons are kept in."""
+    return [x.to(device, torch.float32 if x.is_floating_point() else torch.int64) for x in parts]
 
 
 def draft_task(config: TrainConfig) -> Task:
     target, tokenizer, stream, held_out, text_hash = frozen_target(config)
     model = new_model(config, tokenizer)
     table = target.token_embedding.weight
-    if model.config.n_embd <= target.config.n_embd:  # start from the target's idea of the tokens, in fewer directions
+    if model.config.n_embd <= target.config.n_embd:  # start from the target's idea of the tokens, in fewer directions,
         directions = torch.linalg.svd(table, full_matrices=False).Vh[: model.config.n_embd]
-        model.token_embedding.weight.data.copy_(table[: tokenizer.n_vocab] @ directions.T)
-    losses = Losses(draft_losses, model, target)
+        table = table[: tokenizer.n_vocab] @ directions.T
+        model.token_embedding.weight.data.copy_(table * 0.02 / table.std())  # but small: as the output, it would shout
+    losses = Losses(draft_losses, model)
     weights = {"kl": config.distill, "cross_entropy": 1 - config.distill, "agreement": 0.0}
+    batch = lessons(config, target, stream, functools.partial(answers, config, target))
+    length = min(config.block_size, target.config.block_size, len(held_out))
+    rows = held_out[: len(held_out) // length * length].view(-1, length)
+    unseen = answers(config, target, rows[:: -(-len(rows) // 32)])
 
     @torch.no_grad()
     def look():
-        length = min(config.block_size, len(held_out) - 1)
-        starts = range(0, len(held_out) - length, max((len(held_out) - length) // 32, 1))
         with products(config, model.device):
-            parts = [losses(held_out[None, start : start + length].long().to(model.device)) for start in starts]
-        return dict(zip(weights, torch.stack(parts).mean(0).tolist()))
+            parts = losses(*unpacked(unseen, model.device))
+        return dict(zip(weights, parts.tolist()))
 
-    return Task(model, losses, weights, own_batches(config, target, stream), look, tokenizer, text_hash)
+    return Task(model, losses, weights, batch, look, tokenizer, text_hash)
 
 
 def exits_task(config: TrainConfig) -> Task:
@@ -620,14 +660,16 @@ def exits_task(config: TrainConfig) -> Task:
     def look():
         return evaluate(config, model, tokenizer, held_out, max_windows=32)
 
-    batches = own_batches(config, target, stream)
-    return Task(model, Losses(exit_losses, model), weights, batches, look, tokenizer, text_hash)
+    return Task(model, Losses(exit_losses, model), weights, lessons(config, target, stream), look, tokenizer, text_hash)
 
 
 def report(config: TrainConfig) -> int:
     """Figures of finished models on held-out text, into the file --out."""
     target, tokenizer, _, held_out, text_hash = frozen_target(config)
-    drafter, _ = load_checkpoint(config.draft, device=config.device, dtype="float32")
+    drafter, draft_tokenizer = load_checkpoint(config.draft, device=config.device, dtype="float32")
+    check_pair(config.model, tokenizer, config.draft, draft_tokenizer)
+    if len(held_out) < 128:
+        raise ValueError(f"--data: {len(held_out)} tokens are held out, too few to measure on")
     result = {"target": evaluate(config, target, tokenizer, held_out), "draft": {}}
     n_prompts, draft_len, n_prompt = 32, 4, min(64, target.config.block_size // 2)
     n_new = min(128, target.config.block_size - n_prompt)
@@ -635,7 +677,8 @@ def report(config: TrainConfig) -> int:
     prompts = [held_out[place : place + n_prompt].tolist() for place in places]
     for temperature in (0.0, 1.0):
         sampling = SamplingParams(n_new, temperature, seed=config.seed)
-        stats = [g.stats for g in speculative_generate(target, ModelDrafter(drafter), prompts, sampling, draft_len)]
+        outs = heed(speculative_generate(target, ModelDrafter(drafter), prompts, sampling, draft_len))
+        stats = [out.stats for out in outs]
         accepted, drafted = (
             [sum(s[i] for s in (getattr(stat, name) for stat in stats) if i < len(s)) for i in range(draft_len)]
             for name in ("accepted_by_position", "drafted_by_position")
@@ -646,18 +689,13 @@ def report(config: TrainConfig) -> int:
             "tokens_per_target_pass": sum(s.tokens for s in stats) / sum(s.rounds for s in stats),
         }
     sizes = [sum(p.numel() for n, p in m.named_parameters() if "exits" not in n) for m in (target, drafter)]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     result |= {
         "parameters_read_per_token": dict(zip(("target", "draft"), sizes)),
         "cost_of_draft_to_target": sizes[1] / sizes[0],
         "prompts": f"{n_prompts} x {n_prompt} tokens of held-out files, {n_new} new tokens, draft length {draft_len}",
         "text_sha256": text_hash,
-        "command": " ".join(["python", *sys.argv]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, device {target.device}",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "commit": commit.stdout.strip() or None,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+    result |= environment()
     Path(config.out).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(config.out, lambda p: p.write_text(json.dumps(result, indent=1) + "\n"))
     print(json.dumps(result))

@@ -16,7 +16,9 @@ import train_exit_heads
 from checkpoint import load_checkpoint
 from train_exit_heads import (
     TrainConfig,
+    answers,
     base_losses,
+    draft_losses,
     evaluate,
     kept_layers,
     main,
@@ -25,6 +27,7 @@ from train_exit_heads import (
     sequence,
     split_documents,
     train_tokenizer,
+    unpacked,
 )
 
 SCRIPT = Path(train_exit_heads.__file__)
@@ -148,8 +151,10 @@ def test_the_drafter_comes_nearer_to_its_target(text, target, tmp_path):
     assert sum(r["kl"] for r in records[-5:]) < 0.7 * sum(r["kl"] for r in records[:5])
     assert all(torch.equal(t, before[n]) for n, t in load_checkpoint(target)[0].state_dict().items())
     assert load_checkpoint(tmp_path)[1].ranks == load_checkpoint(target)[1].ranks
-    texts = torch.load(tmp_path / "samples.pt", weights_only=True)
+    (texts, best, log_probs), corpus = torch.load(tmp_path / "lessons.pt", weights_only=True)
     assert texts.shape == (16, 16)
+    assert best.shape == log_probs.shape == (16, 16, 8)
+    assert len(corpus) == 3
 
 
 def test_training_exits_changes_nothing_but_exits_and_adapters_begin_as_nothing(text, target, tmp_path):
@@ -286,6 +291,25 @@ def test_copying_the_final_head_pulls_the_exits_alone(target):
         assert unmoved.grad is None or unmoved.grad.abs().max() == 0
     assert model.blocks[1].up.weight.grad.abs().max() > 0
     assert model.exits["1"].norm.weight.grad.abs().max() > 0
+
+
+@torch.no_grad()
+def test_the_answers_kept_of_the_target_measure_the_same_distance(target):
+    config, model = TrainConfig(precision="float32"), load_checkpoint(target)[0]
+    rows = torch.randint(0, 299, (5, 20), generator=torch.Generator().manual_seed(0))
+    kl, _, agreement = draft_losses(model, *unpacked(answers(config, model, rows), "cpu"))
+    assert kl.abs() < 1e-3
+    assert agreement == 1
+    other = load_checkpoint(target)[0]
+    for parameter in other.parameters():
+        parameter.data.mul_(1.2)
+    teacher, guess = model(rows).log_softmax(-1), other(rows).log_softmax(-1)
+    whole = (teacher.exp() * (teacher - guess)).sum(-1).mean()
+    with_all, cross_entropy, _ = draft_losses(other, *unpacked(answers(config, model, rows, 300), "cpu"))
+    with_some, _, _ = draft_losses(other, *unpacked(answers(config, model, rows), "cpu"))
+    assert with_all == pytest.approx(whole.item(), abs=2e-3)
+    assert 0 < with_some < whole + 1e-3  # putting tokens together can only hide a difference
+    assert cross_entropy == pytest.approx(-guess.gather(-1, teacher.argmax(-1)[..., None]).mean().item(), abs=1e-4)
 
 
 def test_bits_per_byte_of_a_uniform_model_are_those_of_its_vocabulary(target):
