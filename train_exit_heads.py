@@ -66,13 +66,13 @@ def read_corpus(path: str = "") -> tuple[list[tuple[str, bytes]], str]:
         found = [p for p in root.rglob("*") if p.is_file() and not p.name.startswith(".")]
     else:
         found = [p for p in root.rglob("*.py") if not SKIPPED_FOLDERS & set(p.relative_to(root).parts[:-1])]
-    documents = sorted((p.relative_to(root).as_posix(), p.read_bytes()) for p in found if p.stat().st_size)
+    documents = sorted((p.relative_to(root).as_posix(), p.read_bytes()) for p in found)
     if not sum(len(content) for _, content in documents):
         raise ValueError(f"--data: no text in {root}")
     digest = hashlib.sha256()
     for name, content in documents:
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return documents, digest.hexdigest()
+    return [document for document in documents if document[1]], digest.hexdigest()
 
 
 def split_documents(documents):
