@@ -152,7 +152,7 @@ def run(decode, prompts, sampling, **options):
 
 
 def check_counters(out, n_rounds=None) -> None:
-    """The identities of DESIGN section 7, and the lists against one another."""
+    """The identities of the counters, and the lists against one another."""
     stats, n = out.stats, len(out.tokens)
     assert len(out.logprobs) == len(out.sources) == len(out.layers_run) == len(stats.token_seconds) == n
     assert all(lp <= 1e-9 and math.isfinite(lp) for lp in out.logprobs)

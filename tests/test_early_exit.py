@@ -178,7 +178,7 @@ def test_a_confidence_equal_to_the_threshold_leaves():
 
 
 def exit_layer_of(model, states, at, n_parked, thresholds, confidence, max_parked):
-    """Where the token behind position at leaves, by the policy of DESIGN section 6 on the states of a full forward."""
+    """Where the token behind position at leaves, by the exit policy on the states of a full forward."""
     for exit_layer, threshold in zip(model.config.exit_layers, thresholds):
         logits = model.logits(states[exit_layer, at][None], exit_layer)
         if kernels.exit_confidence(logits, confidence).item() >= threshold and n_parked < max_parked:

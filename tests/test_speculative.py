@@ -110,7 +110,7 @@ def test_the_target_as_its_own_drafter_accepts_everything(arch):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The same law. Two halves:
-#   the engine equals the rule of DESIGN section 4, written a second time in NumPy, token for token on 460 rows a cell:
+#   the engine equals the sampling rule, written a second time in NumPy, token for token on 460 rows a cell:
 #       an engine that errs in 1% of the rows is seen with power 0.99
 #   the rule has the target's joint law of three tokens: chi-square, total variation 1%, power 0.99, alpha 1e-6
 
@@ -246,7 +246,7 @@ def suffix_match(tokens: list[int], longest=4) -> int | None:
 
 
 def textbook(cell, laws, seeds, fault=None) -> np.ndarray:
-    """DESIGN section 4 for many seeds at once: the first three tokens (N, 3). fault plants one of three classic errors."""
+    """The sampling rule for many seeds at once: the first three tokens (N, 3). fault plants one of three classic errors."""
     k, n_prompt = cell["draft_len"], len(PROMPT)
     tokens = np.zeros((len(seeds), n_prompt + 3 + k), dtype=np.int64)
     tokens[:, :n_prompt] = PROMPT
