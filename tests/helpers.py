@@ -356,7 +356,7 @@ def sample_size(n_cells: int, total_variation=0.01, alpha=1e-6, power=0.99) -> i
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# DESIGN section 4 written a second time, in NumPy: Philox, the race, and the rejection rule for many seeds at once
+# The sampling rule written a second time, in NumPy: Philox, the race, and the rejection rule for many seeds at once
 
 SAMPLE, DRAFT, ACCEPT, RESAMPLE = range(4)
 
