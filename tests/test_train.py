@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train_exit_heads
-from checkpoint import load_checkpoint
+from checkpoint import Tokenizer, load_checkpoint, save_checkpoint
 from train_exit_heads import (
     TrainConfig,
     answers,
@@ -154,6 +154,7 @@ def test_the_drafter_comes_nearer_to_its_target(text, target, tmp_path):
     (texts, best, log_probs), corpus = torch.load(tmp_path / "lessons.pt", weights_only=True)
     assert texts.shape == (16, 16)
     assert best.shape == log_probs.shape == (16, 16, 8)
+    assert torch.iinfo(best.dtype).max > 200_000  # vocabularies of real models
     assert len(corpus) == 3
 
 
@@ -323,3 +324,41 @@ def test_bits_per_byte_of_a_uniform_model_are_those_of_its_vocabulary(target):
     assert (figures["tokens"], figures["bytes"]) == (len(stream) - 1, n_bytes)
     assert figures["bits_per_byte"] == pytest.approx((len(stream) - 1) * math.log2(300) / n_bytes, rel=1e-4)
     assert figures["exits"]["1"] == pytest.approx({"cross_entropy": math.log(300), "agreement": 1, "kl": 0}, abs=1e-4)
+
+
+def test_a_drafter_may_be_asked_for_more_context_than_its_target_has(text, target, tmp_path):
+    """The default --block-size is 512, this target's is 32: the texts end where the target does."""
+    flags = ["--stage", "draft", "--data", text, "--model", target, "--n-layer", 1, "--n-embd", 16, "--n-head", 1]
+    flags += ["--n-hidden", 16, "--samples", 4, "--batch-size", 2, "--steps", 1, "--eval-every", 1, "--out", tmp_path]
+    assert main([*map(str, flags)]) == 0
+    assert math.isfinite(log(tmp_path)[0]["held_out"]["kl"])
+
+
+def test_a_truncated_run_is_one_line_and_keeps_its_file(text, tmp_path, capsys):
+    flags = [*TINY, "--data", str(text), "--steps", "1", "--batch-size", "2", "--out", str(tmp_path)]
+    assert main(flags) == 0
+    half = (tmp_path / "train.pt").read_bytes()[:3000]
+    (tmp_path / "train.pt").write_bytes(half)
+    capsys.readouterr()
+    assert main([*flags, "--resume"]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train_exit_heads.py: ")]
+    assert len(errors) == 1 and "truncated" in errors[0] and (tmp_path / "train.pt").read_bytes() == half
+
+
+def test_empty_files_are_in_the_hash_and_in_no_split(text, tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    documents, digest = read_corpus(str(tmp_path))
+    (tmp_path / "b.py").write_text("")
+    with_empty, other = read_corpus(str(tmp_path))
+    assert with_empty == documents and other != digest
+
+
+def test_a_pair_of_strangers_gets_no_report(text, target, tmp_path, capsys):
+    """A drafter of the same shape whose ids mean other tokens: one line, and no figures."""
+    model, tokenizer = load_checkpoint(target)
+    ranks = {piece: rank ^ 1 if rank < 256 else rank for piece, rank in tokenizer.ranks.items()}
+    stranger = Tokenizer(ranks, tokenizer.pattern, tokenizer.special, tokenizer.bos_id, tokenizer.eos_ids)
+    save_checkpoint(tmp_path / "stranger", model, stranger)
+    flags = ["--stage", "report", "--data", text, "--model", target, "--draft", tmp_path / "stranger"]
+    assert main([*map(str, flags), "--out", str(tmp_path / "report.json")]) == 2
+    assert "not a pair" in capsys.readouterr().err and not (tmp_path / "report.json").exists()
