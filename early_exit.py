@@ -176,7 +176,7 @@ class EarlyExitStep:
             if self.thresholds[segment] > 1 or not any(free):
                 return None, free
             logits = model.logits(last_rows(hidden), depths.bounds[segment + 1])
-            sure = kernels.exit_confidence(logits, self.confidence) >= self.thresholds[segment]
+            sure = kernels.confidence(logits, self.confidence) >= self.thresholds[segment]
             if batch.sampler.bias is not None:  # it may forbid all that a reduced vocabulary knows
                 sure &= (logits + batch.sampler.bias).amax(-1) > -torch.inf
             return logits, [a and b for a, b in zip(free, sure.tolist())]

@@ -1,19 +1,43 @@
-"""The operations that decide speed and exactness, each as a PyTorch reference that runs anywhere.
+"""The operations that decide speed and exactness: each as a PyTorch reference that runs anywhere, and as a Triton kernel.
 
-    picture -> bytes -> name_ref (what the operation means) -> name (the launcher that the engine calls)
+    picture -> bytes -> name_ref (what the operation means) -> _name_kernel -> name (the launcher that the engine calls)
 
-The launchers' signatures are final: lengths, positions, seeds and draft lengths are tensors, so that a device kernel can
-take an operation over without a change in its callers. Nothing here advances a position or draws a random number of its
-own: noise is Philox words, a function of (seed, vocabulary id, index in the sequence, stream, round).
+A launcher takes its reference's arguments and `impl`: "torch" is the reference, "triton" the kernel, "auto" the kernel for
+CUDA tensors and under TRITON_INTERPRET=1. Lengths, positions, seeds and draft lengths are tensors on the device. Nothing here
+draws a random number of its own: noise is Philox words, a function of (seed, vocabulary id, index, stream, round).
 """
 
 from __future__ import annotations
 
 import math
+import os
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+try:
+    import triton
+    import triton.language as tl  # noqa: F401
+
+    jit = triton.jit
+except ImportError:  # no wheels for this platform: the references serve
+
+    def jit(function):
+        return function
+
+
+IMPLEMENTATIONS = ("auto", "triton", "torch")
+
+
+def on_triton(impl: str, x: torch.Tensor) -> bool:
+    """Whether a call on x goes to the Triton kernel; float64 always goes to the reference."""
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl is {impl!r}: choose {', '.join(IMPLEMENTATIONS)}")
+    if impl == "torch" or x.dtype == torch.float64:
+        return False
+    return impl == "triton" or x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Random numbers: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
@@ -145,6 +169,10 @@ def process_logits_ref(
     return logits
 
 
+def penalise(logits, seen, penalty, bias, impl: str = "auto"):
+    return penalise_ref(logits, seen, penalty, bias)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # sample_token: one token per row
 #
@@ -180,6 +208,12 @@ def sample_token_ref(
 
 def _log_prob(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(-1)
+
+
+def sample_token(
+    logits, seeds, index, temperature, top_k=0, top_p=1.0, min_p=0.0, stream=SAMPLE, rounds=None, impl: str = "auto"
+):
+    return sample_token_ref(logits, seeds, index, temperature, top_k, top_p, min_p, stream, rounds)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -268,42 +302,161 @@ def accept_draft_ref(
     return tokens.masked_fill(slots > n_accepted[:, None], -1), n_accepted, log_probs
 
 
+class RowState(NamedTuple):
+    """What a round on the device advances without the host: (B,) int64 tensors, changed in place by accept_draft."""
+
+    lengths: torch.Tensor  # committed tokens
+    limits: torch.Tensor  # a row is live while lengths < limits
+    rounds: torch.Tensor
+    last: torch.Tensor  # (B, 2): the last two committed tokens
+
+
+def accept_draft(
+    target_logits, draft_logits, draft_tokens, n_drafted, seeds, index, rounds, temperature,
+    top_k=0, top_p=1.0, min_p=0.0, verify="rejection", state: RowState | None = None, impl: str = "auto",
+):  # fmt: skip
+    """accept_draft_ref, then, where state is given, its commit: live rows advance, others get tokens of -1."""
+    tokens, n_accepted, log_probs = accept_draft_ref(
+        target_logits,
+        draft_logits,
+        draft_tokens,
+        n_drafted,
+        seeds,
+        index,
+        rounds,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        verify,
+    )
+    if state is not None:
+        tokens = commit_ref(state, tokens, n_accepted)
+    return tokens, n_accepted, log_probs
+
+
+def commit_ref(state: RowState, tokens: torch.Tensor, n_accepted: torch.Tensor) -> torch.Tensor:
+    """Advance the live rows by n_accepted + 1 tokens of (B, K+1); returns tokens, -1 throughout in rows that are not live."""
+    live = state.lengths < state.limits
+    n_new = torch.where(live, n_accepted + 1, 0)
+    history = torch.cat((state.last, tokens), 1)
+    state.last.copy_(history.gather(1, n_new[:, None] + torch.arange(2, device=tokens.device)))
+    state.lengths.add_(n_new)
+    state.rounds.add_(live.long())
+    return tokens.masked_fill(~live[:, None], -1)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # exit_confidence: how sure an exit head is
 #
-#     bytes: one row of logits read per position; three scalars could be written, one is asked for
+#     x (N, C) -- norm -- weight (V, C) --> logits, never written --> token, its log-probability, confidence
+#     bytes: the weight once, V * C * element size (of exit_vocab's rows where there is one), whatever N
 
 
 CONFIDENCES = ("max_prob", "margin", "entropy")
 
 
-def exit_confidence_ref(logits: torch.Tensor, confidence: str = "max_prob") -> torch.Tensor:
+def confidence(logits: torch.Tensor, kind: str = "max_prob") -> torch.Tensor:
     """Confidence (N,) in [0, 1] from raw logits (N, V), higher is surer.
 
     max_prob, margin (of the two best probabilities) or entropy (1 - H / log of the number of tokens that can be drawn).
     """
     logits = full_precision(logits)
-    if confidence == "max_prob":
+    if kind == "max_prob":
         return (logits.amax(-1) - logits.logsumexp(-1)).exp()
     probs = logits.softmax(-1)
-    if confidence == "margin":
+    if kind == "margin":
         best = probs.topk(2).values
         return best[..., 0] - best[..., 1]
-    if confidence == "entropy":
+    if kind == "entropy":
         n_possible = (logits > -torch.inf).sum(-1).clamp(min=2)  # padding makes no head surer
         return 1 - torch.special.entr(probs).sum(-1) / n_possible.to(logits.dtype).log()
-    raise ValueError(f"confidence is {confidence!r}: choose {', '.join(CONFIDENCES)}")
+    raise ValueError(f"confidence is {kind!r}: choose {', '.join(CONFIDENCES)}")
+
+
+def exit_confidence_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm: Norm | None = None,
+    vocab: torch.Tensor | None = None,
+    n_used: int | None = None,
+    kind: str = "max_prob",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The best token of an exit head and how sure the head is: x (N, C), weight (V, C) -> (N,) tokens, log_probs, confidence.
+
+    vocab: sorted ids (int64) that the head knows; ids from n_used on are padding. Ties go to the lowest id.
+    """
+    logits = linear_ref(x, weight if vocab is None else weight[vocab], norm=norm)
+    if vocab is None and n_used is not None:
+        logits = logits[..., :n_used]
+    logits = full_precision(logits)
+    best = logits.argmax(-1)
+    tokens = best if vocab is None else vocab[best]
+    return tokens, _log_prob(logits, best), confidence(logits, kind)
+
+
+def exit_confidence(x, weight, norm=None, vocab=None, n_used=None, kind="max_prob", impl: str = "auto"):
+    return exit_confidence_ref(x, weight, norm, vocab, n_used, kind)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # linear: a product with the few rows of a decode or verify step
 #
-#     x (n, in)    weight (out, in)   read once, whatever n: a step of n rows should cost what one row costs
+#     norm(x) (n, in)    weight (out, in)   read once, whatever n: a step of n rows should cost what one row costs
 #     bytes: out * in * element size
 
 
-def linear_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x (..., in), weight (out, in), bias (out,) -> (..., out), in the dtype of x."""
+class Norm(NamedTuple):
+    """LayerNorm, or RMSNorm where bias is None, over the last dimension."""
+
+    weight: torch.Tensor  # (C,)
+    bias: torch.Tensor | None
+    eps: float
+
+
+class QuantizedWeight(NamedTuple):
+    """Weight-only quantisation of a matrix (out, in): scale * n + offset, n an integer."""
+
+    data: torch.Tensor  # int8 (out, in); or int4, packed (out, in // 8) int32
+    scale: torch.Tensor  # (out,), or per group (out, in // group)
+    offset: torch.Tensor | None  # per group
+    bits: int
+    group: int  # in where there is one scale per row
+
+
+def norm_ref(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    if norm.bias is None:
+        return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+    return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+
+
+ACTIVATIONS = (None, "gelu", "swiglu")
+
+
+def linear_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """residual + activation(norm(x) @ weight.T + bias): x (..., in), weight (out, in) -> (..., out), in the dtype of x.
+
+    activation "gelu" is the tanh form (GPT-2); "swiglu" takes the first half of out as the gate: silu(gate) * rest, (..., out // 2).
+    """
+    if norm is not None:
+        x = norm_ref(x, norm)
+    y = _product(x, weight, bias)
+    if activation == "gelu":
+        y = F.gelu(y, approximate="tanh")
+    elif activation == "swiglu":
+        gate, up = y.chunk(2, -1)
+        y = F.silu(gate) * up
+    return y if residual is None else residual + y
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     n_rows = x.numel() // x.shape[-1]
     if x.device.type != "cpu" or x.dtype != torch.float32 or not 0 < n_rows < 8:
         return F.linear(x, weight, bias)
@@ -313,6 +466,10 @@ def linear_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     rows = torch.cat((rows, rows)) if n_rows == 1 else rows
     y = (weight @ rows.t()).t()[:n_rows].contiguous().view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
+
+
+def linear(x, weight, bias=None, norm=None, activation=None, residual=None, impl: str = "auto") -> torch.Tensor:
+    return linear_ref(x, weight, bias, norm, activation, residual)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -384,6 +541,7 @@ def decode_attention_ref(
     n_head: int,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     plans: list[RowPlan] | None = None,
 ) -> torch.Tensor:
     """Rotate, append and attend: qkv (B, T, H+2G, D), one layer's pages (n_pages, page_size, G, D) -> (B, T, H, D).
@@ -451,15 +609,19 @@ def causal_attention_ref(qkv: torch.Tensor, n_head: int, n_kv: int, cos=None, si
     return out.transpose(1, 2)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Launchers: what the engine calls. Each takes its reference's signature.
+MAX_ROWS = 16  # new rows of a sequence that one attention kernel takes
 
-sample_token = sample_token_ref
-accept_draft = accept_draft_ref
-exit_confidence = exit_confidence_ref
-penalise = penalise_ref
-linear = linear_ref
-decode_attention = decode_attention_ref
-append_kv = append_kv_ref
+
+def decode_attention(
+    qkv, k_cache, v_cache, block_table, positions, n_head, cos=None, sin=None, scales=None, plans=None,
+    impl: str = "auto",
+):  # fmt: skip
+    return decode_attention_ref(qkv, k_cache, v_cache, block_table, positions, n_head, cos, sin, scales, plans)
+
+
+def append_kv(k, v, k_cache, v_cache, block_table, positions, scales=None, plans=None, impl: str = "auto") -> None:
+    append_kv_ref(k, v, k_cache, v_cache, block_table, positions, plans)
+
+
 rotate = rotate_ref
 causal_attention = causal_attention_ref

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import kernels
@@ -99,6 +99,13 @@ class KVCache:
         pages = torch.arange(batch * max_pages, dtype=torch.int32, device=device)
         self.block_table = pages.view(batch, max_pages)
 
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages of one layer: k, v (n_pages, page_size, G, D)."""
+        return self.k[layer], self.v[layer]
+
+    def scales(self, layer: int) -> None:
+        return None
+
     @property
     def capacity(self) -> int:
         """Positions that a row can hold."""
@@ -113,23 +120,36 @@ class KVCache:
 
 
 class Linear(nn.Linear):
-    def forward(self, x):
-        return kernels.linear(x, self.weight, self.bias)
+    def forward(self, x, norm: Norm | None = None, activation=None, residual=None, impl: str = "auto"):
+        parameters = None if norm is None else norm.parameters_of()
+        return kernels.linear(x, self.weight, self.bias, parameters, activation, residual, impl)
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float):
+class Norm(nn.Module):
+    """LayerNorm (gpt2) or RMSNorm (llama)."""
+
+    def __init__(self, config: GPTConfig):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(config.n_embd))
+        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.arch == "gpt2" else None
+        self.eps = config.norm_eps
+
+    def parameters_of(self) -> kernels.Norm:
+        return kernels.Norm(self.weight, self.bias, self.eps)
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return kernels.norm_ref(x, self.parameters_of())
 
 
-def make_norm(config: GPTConfig) -> nn.Module:
-    norm = nn.LayerNorm if config.arch == "gpt2" else RMSNorm
-    return norm(config.n_embd, eps=config.norm_eps)
+class Pass(NamedTuple):
+    """What the layers of one pass share."""
+
+    positions: torch.Tensor  # (B, T)
+    cache: KVCache | None  # None: each row attends causally within itself
+    cos: torch.Tensor | None  # (B, T, 1, D), as sin; None with learned positions
+    sin: torch.Tensor | None
+    plans: list[kernels.RowPlan] | None  # the host's, for the references
+    impl: str
 
 
 class Block(nn.Module):
@@ -140,34 +160,35 @@ class Block(nn.Module):
         self.arch, self.n_head, self.n_kv, self.head_dim = config.arch, config.n_head, config.n_kv_head, config.head_dim
         width, bias = config.n_embd, config.arch == "gpt2"
         n_up = config.n_hidden if config.arch == "gpt2" else 2 * config.n_hidden
-        self.attn_norm = make_norm(config)
+        self.attn_norm = Norm(config)
         self.qkv = Linear(width, (self.n_head + 2 * self.n_kv) * self.head_dim, bias=config.qkv_bias)
         self.attn_out = Linear(self.n_head * self.head_dim, width, bias=bias)
-        self.mlp_norm = make_norm(config)
+        self.mlp_norm = Norm(config)
         self.up = Linear(width, n_up, bias=bias)  # llama: the gate's rows, then up's
         self.down = Linear(config.n_hidden, width, bias=bias)
 
-    def forward(self, x, memory, cos, sin, plans):
-        """x (B, T, C); memory (k, v, block_table, positions) of this layer, None for causal attention within x."""
-        qkv = self.qkv(self.attn_norm(x)).unflatten(-1, (-1, self.head_dim))  # (B, T, H+2G, D)
-        if memory is None:
-            y = kernels.causal_attention(qkv, self.n_head, self.n_kv, cos, sin)
+    def forward(self, x, layer: int, at: Pass):
+        """x (B, T, C) -> (B, T, C); keys and values go to `layer` of at.cache."""
+        impl = at.impl
+        qkv = self.qkv(x, self.attn_norm, impl=impl).unflatten(-1, (-1, self.head_dim))  # (B, T, H+2G, D)
+        if at.cache is None:
+            y = kernels.causal_attention(qkv, self.n_head, self.n_kv, at.cos, at.sin)
         else:
-            y = kernels.decode_attention(qkv, *memory, self.n_head, cos, sin, plans)
-        x = x + self.attn_out(y.flatten(2))  # (B, T, H, D) -> (B, T, H*D)
-        up = self.up(self.mlp_norm(x))
-        if self.arch == "gpt2":
-            return x + self.down(F.gelu(up, approximate="tanh"))
-        gate, up = up.chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+            memory = (*at.cache.layer(layer), at.cache.block_table, at.positions)
+            y = kernels.decode_attention(
+                qkv, *memory, self.n_head, at.cos, at.sin, at.cache.scales(layer), at.plans, impl
+            )
+        x = self.attn_out(y.flatten(2), residual=x, impl=impl)  # (B, T, H, D) -> (B, T, H*D)
+        up = self.up(x, self.mlp_norm, "gelu" if self.arch == "gpt2" else "swiglu", impl=impl)
+        return self.down(up, residual=x, impl=impl)
 
-    def keys_values(self, x, cos, sin):
+    def keys_values(self, x, at: Pass):
         """Only what the cache needs of x (B, T, C): k, v (B, T, G, D)."""
         skip = self.n_head * self.head_dim
         bias = None if self.qkv.bias is None else self.qkv.bias[skip:]
-        kv = kernels.linear(self.attn_norm(x), self.qkv.weight[skip:], bias).unflatten(-1, (-1, self.head_dim))
-        k, v = kv.chunk(2, 2)
-        return (k if cos is None else kernels.rotate(k, cos, sin)), v
+        kv = kernels.linear(x, self.qkv.weight[skip:], bias, self.attn_norm.parameters_of(), impl=at.impl)
+        k, v = kv.unflatten(-1, (-1, self.head_dim)).chunk(2, 2)
+        return (k if at.cos is None else kernels.rotate(k, at.cos, at.sin)), v
 
 
 class ExitHead(nn.Module):
@@ -178,7 +199,7 @@ class ExitHead(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.norm = make_norm(config)
+        self.norm = Norm(config)
         self.adapters = nn.ModuleDict({name: Linear(config.n_embd, config.n_embd) for name in config.exit_adapters})
 
     def forward(self, x, adapter: str):
@@ -195,10 +216,11 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
+        self.impl = "auto"  # kernels or references: kernels.IMPLEMENTATIONS
         self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.position_embedding = nn.Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.final_norm = make_norm(config)
+        self.final_norm = Norm(config)
         self.exits = nn.ModuleDict({str(e): ExitHead(config) for e in config.exit_layers})
         self.output = None if config.tie_weights else Linear(config.n_embd, config.vocab_size, bias=False)
         if config.arch == "llama":
@@ -250,27 +272,33 @@ class GPT(nn.Module):
         Positions of a row rise by one; -1 is padding, for which nothing is written. cache None: each row attends causally
         within itself, from position 0 (training and scoring).
         """
-        cos, sin = self._rotary_at(positions)
-        plans = None if cache is None else kernels.plan_rows(positions, cache.block_table, cache.page_size)
+        at = self._pass(positions, cache)
         for layer in range(first, last):
-            memory = None if cache is None else (cache.k[layer], cache.v[layer], cache.block_table, positions)
-            x = self.blocks[layer](x, memory, cos, sin, plans)
+            x = self.blocks[layer](x, layer, at)
         return x
+
+    def _pass(self, positions, cache: KVCache | None) -> Pass:
+        cos, sin = self._rotary_at(positions)
+        few = positions.shape[1] <= kernels.MAX_ROWS
+        plans = None
+        if cache is not None and not (few and kernels.on_triton(self.impl, cache.k)):
+            plans = kernels.plan_rows(positions, cache.block_table, cache.page_size)
+        return Pass(positions, cache, cos, sin, plans, self.impl)
 
     def fill_kv(self, x, cache: KVCache, positions, first: int) -> None:
         """Write keys and values of layers first .. L-1 as if x (B, T, C) were the input of each; nothing else runs."""
-        cos, sin = self._rotary_at(positions)
-        plans = kernels.plan_rows(positions, cache.block_table, cache.page_size)
+        at = self._pass(positions, cache)
         for layer in range(first, self.config.n_layer):
-            k, v = self.blocks[layer].keys_values(x, cos, sin)
-            kernels.append_kv(k, v, cache.k[layer], cache.v[layer], cache.block_table, positions, plans)
+            k, v = self.blocks[layer].keys_values(x, at)
+            memory = (*cache.layer(layer), cache.block_table, positions)
+            kernels.append_kv(k, v, *memory, cache.scales(layer), at.plans, at.impl)
 
     def logits(self, x, exit_layer: int | None = None, adapter: str = "exit") -> torch.Tensor:
         """x (..., C) -> (..., V) by the final head, or by the head of an exit; -inf for padding and outside exit_vocab."""
         weight = self.token_embedding.weight if self.output is None else self.output.weight
         n_used = self.config.n_vocab_used
         if exit_layer is None:
-            logits = kernels.linear(self.final_norm(x), weight)
+            logits = kernels.linear(x, weight, norm=self.final_norm.parameters_of(), impl=self.impl)
         else:
             if exit_layer not in self.config.exit_layers:
                 raise ValueError(f"exit_layer is {exit_layer}: this model has exits {self.config.exit_layers}")
@@ -278,11 +306,11 @@ class GPT(nn.Module):
                 raise ValueError(f"adapter is {adapter!r}: choose exit or draft")
             x = self.exits[str(exit_layer)](x, adapter)
             if self.exit_vocab is not None:
-                known = kernels.linear(x, weight[self.exit_vocab])
+                known = kernels.linear(x, weight[self.exit_vocab], impl=self.impl)
                 logits = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
                 logits[..., self.exit_vocab] = known
                 return logits
-            logits = kernels.linear(x, weight)
+            logits = kernels.linear(x, weight, impl=self.impl)
         if n_used < self.config.vocab_size:
             logits[..., n_used:] = -torch.inf
         return logits

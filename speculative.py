@@ -177,7 +177,7 @@ class ExitDrafter:
             logits = self.model.logits(last_rows(hidden), exit_layer, "draft")
             if exit_layer == self.exit_layers[-1]:
                 return logits, [True] * len(going)
-            return logits, (kernels.exit_confidence(logits, self.confidence) >= self.thresholds[segment]).tolist()
+            return logits, (kernels.confidence(logits, self.confidence) >= self.thresholds[segment]).tolist()
 
         drafted = torch.zeros(len(rows), 0, dtype=torch.int64, device=sampler.device)
         last = [[sampler.histories[row][-1]] for row in rows]

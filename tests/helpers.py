@@ -80,10 +80,10 @@ def true_states(model: GPT, tokens: list[int]):
     ids = torch.tensor([tokens])
     positions = torch.arange(len(tokens))[None]
     x = model.embed(ids, positions)
-    cos, sin = model._rotary_at(positions)
+    at = model._pass(positions, None)
     states, keys, values = [x[0]], [], []
     for layer, block in enumerate(model.blocks):
-        k, v = block.keys_values(x, cos, sin)
+        k, v = block.keys_values(x, at)
         x = model.run_layers(x, None, positions, layer, layer + 1)
         states.append(x[0]), keys.append(k[0]), values.append(v[0])
     return torch.stack(states), torch.stack(keys), torch.stack(values)

@@ -138,7 +138,7 @@ def test_invariants_hold_under_random_exit_masks_and_crops(arch, exit_layers):
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_a_threshold_above_one_equals_plain(arch, kv_fill, monkeypatch):
     """And no exit's head is asked on the way."""
-    monkeypatch.setattr(kernels, "exit_confidence", None)
+    monkeypatch.setattr(kernels, "confidence", None)
     model = tiny_model(arch)
     for sampling in (SamplingParams(12, temperature=0), SamplingParams(12, 0.9, top_p=0.9, repetition_penalty=1.2)):
         plain = generate(model, PROMPTS, sampling)
@@ -181,7 +181,7 @@ def exit_layer_of(model, states, at, n_parked, thresholds, confidence, max_parke
     """Where the token behind position at leaves, by the exit policy on the states of a full forward."""
     for exit_layer, threshold in zip(model.config.exit_layers, thresholds):
         logits = model.logits(states[exit_layer, at][None], exit_layer)
-        if kernels.exit_confidence(logits, confidence).item() >= threshold and n_parked < max_parked:
+        if kernels.confidence(logits, confidence).item() >= threshold and n_parked < max_parked:
             return exit_layer
     return 4
 
@@ -245,7 +245,7 @@ def test_propagate_writes_exactly_what_fill_kv_writes(arch):
                 x = model.run_layers(x, own, positions, layer, layer + 1)
                 head = (layer + 1,) if layer < 3 else ()
                 logits = model.logits(x[:, 0], *head)
-                sure = layer == 3 or kernels.exit_confidence(logits).item() >= thresholds[layer]
+                sure = layer == 3 or kernels.confidence(logits).item() >= thresholds[layer]
                 if at >= len(prompt) - 1 and sure:
                     model.fill_kv(x, own, positions, layer + 1)
                     tokens.append(int(logits.argmax()))

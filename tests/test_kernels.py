@@ -402,11 +402,11 @@ def test_confidence_is_its_formula():
         expected = {"max_prob": probs[0], "margin": probs[0] - probs[1], "entropy": 1 - entropy / math.log(n_possible)}
         for name, value in expected.items():
             for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
-                got = kernels.exit_confidence(logits[row : row + 1].to(dtype), name)
+                got = kernels.confidence(logits[row : row + 1].to(dtype), name)
                 assert abs(got.item() - value) < bound, (row, name)
-    assert kernels.exit_confidence(logits).max() == 1 and kernels.exit_confidence(logits, "entropy")[0].abs() < 1e-6
+    assert kernels.confidence(logits).max() == 1 and kernels.confidence(logits, "entropy")[0].abs() < 1e-6
     with pytest.raises(ValueError, match="confidence is 'cosine'"):
-        kernels.exit_confidence(logits, "cosine")
+        kernels.confidence(logits, "cosine")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -530,7 +530,7 @@ def test_positions_must_rise_and_fit():
 def test_entropy_does_not_count_tokens_that_cannot_be_drawn():
     logits = torch.full((1, 1000), -torch.inf)
     logits[0, 10:14] = 2.0
-    assert abs(kernels.exit_confidence(logits, "entropy").item()) < 1e-6
+    assert abs(kernels.confidence(logits, "entropy").item()) < 1e-6
 
 
 @pytest.mark.parametrize("bias", [False, True])
