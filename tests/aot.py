@@ -243,7 +243,7 @@ def work(target: str, module: str, part: str) -> dict:
         try:
             launches = compile_launch(target, case.call)
         except Exception as error:  # noqa: BLE001 (the other cases still have something to say)
-            complaints[name] = [f"{type(error).__name__}: {str(error)[:500]}"]
+            complaints[name] = [f"{type(error).__name__}: {str(error)[-600:]}"]
             continue
         complaints[name] = list(case.check(launches))
         missing = case.needs.keys() - {launch.kernel for launch in launches}
