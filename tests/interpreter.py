@@ -56,21 +56,17 @@ def _narrow(handle: TensorHandle) -> TensorHandle:
 def _in_float32(method):
     """method(self, *handles, ...) on widened operands; a float32 result of bfloat16 operands becomes bfloat16 again."""
 
-    def repaired(self, *args, **kwargs):
-        narrow = any(isinstance(x, TensorHandle) and _is_bfloat16(x) for x in args)
-        if not narrow:
-            return method(self, *args, **kwargs)
-        out = method(self, *(_wide(x) if isinstance(x, TensorHandle) else x for x in args), **kwargs)
-        return _narrow(out) if out.data.dtype == np.float32 else out
+    def repaired(self, *args):
+        handles = [x for x in args if isinstance(x, TensorHandle)]
+        out = method(self, *(_wide(x) if isinstance(x, TensorHandle) else x for x in args))
+        narrow = any(map(_is_bfloat16, handles)) and out.data.dtype == np.float32  # a comparison is not
+        return _narrow(out) if narrow else out
 
     return repaired
 
 
 def _dot(method):
-    def repaired(self, a, b, accumulator, *options):
-        return method(self, _wide(a), _wide(b), accumulator, *options)  # the accumulator is float32 already
-
-    return repaired
+    return lambda self, a, b, accumulator, *options: method(self, _wide(a), _wide(b), accumulator, *options)
 
 
 def _cast(method):
@@ -86,12 +82,11 @@ def _cast(method):
 
 
 def _cast_of_floats(method):
-    """What Triton asks for between two 16-bit formats and for float8; only the latter needs its own tables."""
-    cast = _cast(method)
+    """What Triton calls for float8, which has tables of its own, and between 16-bit formats, which need none."""
 
     def repaired(self, source, to, rounding):
         eight_bits = 8 in (source.dtype.scalar.primitive_bitwidth, to.scalar.primitive_bitwidth)
-        return cast(self, source, to, rounding) if eight_bits else self.cast_impl(source, to)
+        return _cast(method)(self, source, to, rounding) if eight_bits else self.cast_impl(source, to)
 
     return repaired
 
@@ -177,9 +172,9 @@ def _regions(tensors: dict) -> list[Region]:
     return sorted(regions, key=lambda region: region.end - region.start)
 
 
-def _units(accesses: list[tuple[np.ndarray, int]], unit: int) -> np.ndarray:
-    """Addresses of accesses of different widths, in common units (accesses are naturally aligned)."""
-    return np.concatenate([(a[:, None] + np.arange(0, width, unit, dtype=np.uint64)).ravel() for a, width in accesses])
+def _units(addresses: np.ndarray, width: int, unit: int) -> np.ndarray:
+    """Accesses of `width` bytes as addresses of units: what makes different widths comparable (they are aligned)."""
+    return (addresses[:, None] + np.arange(0, width, unit, dtype=np.uint64)).ravel()
 
 
 class Memory:
@@ -193,28 +188,24 @@ class Memory:
         self._tensors = tensors  # held: an address that is named must not be given to another tensor
         self._named = _regions(tensors)
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._count = 0
-        self._distinct: dict[tuple[str, int], np.ndarray] = {}  # (name, width) -> sorted addresses loaded
-        self._kernel = None
+        self._distinct = defaultdict(lambda: np.empty(0, np.uint64))  # (name, width) -> addresses loaded
 
     @property
     def unique_loaded(self) -> Counter:
         """Distinct bytes loaded per name, over all launches."""
-        accesses = defaultdict(list)
+        parts = defaultdict(list)
         for (name, width), addresses in self._distinct.items():
-            accesses[name].append((addresses, width))
-        return Counter({name: np.unique(_units(parts, 1)).size for name, parts in accesses.items()})
-
-    # one launch
+            parts[name].append(_units(addresses, width, 1))
+        return Counter({name: np.unique(np.concatenate(part)).size for name, part in parts.items()})
 
     def begin(self, kernel: str, grid, arguments: dict, options: dict) -> None:
         tensors = {name: x for name, x in arguments.items() if hasattr(x, "data_ptr")}
         if not self.launches:  # the caller emptied the list: a new trace, numbered anew
-            self._numbers, self._count = {}, 0
-        self._kernel, self._programs, self._log = kernel, {}, []
+            self._numbers, self._count = {}, itertools.count(1)
         pointers = tuple((name, self._identity(x)) for name, x in tensors.items())
         scalars = tuple((name, x) for name, x in (arguments | options).items() if name not in tensors)
         self.launches.append(Launch(kernel, tuple(grid), scalars, pointers))
+        self._kernel, self._programs, self._log = kernel, {}, defaultdict(list)
         self._regions = self._named + _regions({name: x for name, x in tensors.items() if self._owner(x) is None})
 
     def _owner(self, tensor) -> Region | None:
@@ -226,59 +217,52 @@ class Memory:
             return f"{owner.name}+{tensor.data_ptr() - owner.start}"
         reference, number = self._numbers.get(storage.data_ptr(), (None, 0))
         if reference is None or reference.expired():  # a new tensor, perhaps at the address of one that is gone
-            number = self._count = self._count + 1
-            self._numbers[storage.data_ptr()] = (StorageWeakRef(storage), number)
+            number = next(self._count)
+            self._numbers[storage.data_ptr()] = StorageWeakRef(storage), number
         return f"#{number}+{tensor.data_ptr() - storage.data_ptr()}"
 
     def access(self, kind: str, pointers: TensorHandle, mask: np.ndarray | None) -> np.ndarray:
         """Account for one access; returns the mask of the lanes that may go on."""
-        address = np.atleast_1d(pointers.data)
-        wanted = np.broadcast_to(True if mask is None else mask.astype(bool), address.shape)
+        wanted = np.broadcast_to(True if mask is None else mask.astype(bool), pointers.data.shape)
+        lanes = np.flatnonzero(wanted)
+        left = pointers.data.ravel()[lanes]  # addresses not yet found in a region
         width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         program = triton_interpreter.interpreter_builder.grid_idx
         order = self._programs.setdefault(program, len(self._programs))
-        left = wanted.copy()
-        for region in self._regions:
-            inside = left & (address >= region.start) & (address <= region.end - width)
-            if not inside.any():
-                continue
-            for counter, other in ((self.loaded, "store"), (self.stored, "load")):
-                if kind != other:
-                    counter[region.name] += int(inside.sum()) * width
-            self._log.append((kind, region, order, np.unique(address[inside]), width))
-            left &= ~inside
-            if not left.any():
-                break
-        if left.any():
-            first = int(address[left][0])
-            below = max((r for r in self._regions if r.start <= first), default=None, key=lambda r: r.start)
-            near = f"{below.name} + {first - below.start}" if below else hex(first)
-            self.violations.append(Violation(self._kernel, program, kind, int(left.sum()), near))
-        return (wanted & ~left).reshape(np.shape(pointers.data))
+        for start, end, name in self._regions:
+            inside = (left >= start) & (left <= end - width)
+            if inside.any():
+                found = left[inside]
+                self.loaded.update({name: found.size * width} if kind != "store" else {})
+                self.stored.update({name: found.size * width} if kind != "load" else {})
+                self._log[name].append((kind, order, np.unique(found), width))
+                left, lanes = left[~inside], lanes[~inside]
+            if not left.size:
+                return wanted
+        below = max((r for r in self._regions if r.start <= left[0]), default=None, key=lambda r: r.start)
+        near = f"{below.name} + {int(left[0]) - below.start}" if below else hex(left[0])
+        self.violations.append(Violation(self._kernel, program, kind, left.size, near))
+        wanted = wanted.copy()
+        wanted.flat[lanes] = False
+        return wanted
 
     def end(self) -> None:
-        programs = list(self._programs)
-        by_name = defaultdict(list)
-        for entry in self._log:
-            by_name[entry[1].name].append(entry)
-        for name, log in by_name.items():
-            loads = defaultdict(list)
-            for kind, _, _, address, width in log:
-                if kind != "store":
-                    loads[name, width].append(address)
-            for key, parts in loads.items():
-                self._distinct[key] = np.unique(np.concatenate([self._distinct.get(key, parts[0]), *parts]))
-            self._compare(name, [entry for entry in log if entry[0] != "atomic"], programs)
+        for name, log in self._log.items():
+            loads = [(address, width) for kind, _, address, width in log if kind != "store"]
+            for width in {width for _, width in loads}:
+                new = [address for address, w in loads if w == width]
+                self._distinct[name, width] = np.unique(np.concatenate([self._distinct[name, width], *new]))
+            plain = [entry for entry in log if entry[0] != "atomic"]
+            if any(kind == "store" for kind, *_ in plain):
+                self._compare(name, plain)
 
-    def _compare(self, name: str, log: list, programs: list) -> None:
+    def _compare(self, name: str, log: list) -> None:
         """Each address that a program stored to, against the programs that came to it just before and after."""
-        if not any(kind == "store" for kind, *_ in log):
-            return
         unit = min(width for *_, width in log)
-        parts = [_units([(address, width)], unit) for *_, address, width in log]
-        address = np.concatenate(parts)
-        order = np.repeat([entry[2] for entry in log], [len(part) for part in parts])
-        stored = np.repeat([entry[0] == "store" for entry in log], [len(part) for part in parts])
+        parts = [_units(address, width, unit) for *_, address, width in log]
+        address, sizes = np.concatenate(parts), [part.size for part in parts]
+        order = np.repeat([order for _, order, *_ in log], sizes)
+        stored = np.repeat([kind == "store" for kind, *_ in log], sizes)
         shared = np.isin(address, address[stored])  # the others are only read
         address, order, stored = address[shared], order[shared], stored[shared]
         by_address = np.lexsort((stored, order, address))
@@ -287,31 +271,36 @@ class Memory:
         last = np.append((address[1:] != address[:-1]) | (order[1:] != order[:-1]), True)
         address, order, stored = address[last], order[last], stored[last]
         clash = (address[1:] == address[:-1]) & (stored[1:] | stored[:-1])
-        start = min(entry[1].start for entry in log)
-        pairs = {}
+        start, programs, seen = min(r.start for r in self._regions if r.name == name), list(self._programs), set()
         for at in np.flatnonzero(clash).tolist():
             kind = "WAR" if not stored[at] else "WW" if stored[at + 1] else "RAW"
-            pairs.setdefault((kind, order[at], order[at + 1]), int(address[at]) - start)
-        for (kind, first, second), offset in pairs.items():
-            self.conflicts.append(Conflict(self._kernel, kind, name, offset, (programs[first], programs[second])))
+            pair = programs[order[at]], programs[order[at + 1]]
+            if (kind, pair) not in seen:
+                seen.add((kind, pair))
+                self.conflicts.append(Conflict(self._kernel, kind, name, int(address[at]) - start, pair))
 
 
 @contextlib.contextmanager
 def watch(**tensors):
     """Register tensors by name and watch every launch inside. Other tensors go by the kernel's argument names."""
-    memory = Memory(tensors)
-    builder, executor = InterpreterBuilder, triton_interpreter.GridExecutor
-    load, store, rmw, cas = (
-        getattr(builder, f"create_{name}") for name in ("masked_load", "masked_store", "atomic_rmw", "atomic_cas")
-    )
-    call = executor.__call__
+    memory, builder, executor = Memory(tensors), InterpreterBuilder, triton_interpreter.GridExecutor
+    load, store, call = builder.create_masked_load, builder.create_masked_store, executor.__call__
+    rmw, cas = builder.create_atomic_rmw, builder.create_atomic_cas
 
     def allowed(kind, pointers, mask=None):
         return TensorHandle(memory.access(kind, pointers, None if mask is None else mask.data), tl.int1)
 
-    def watched_cas(self, pointers, compare, value, *rest):
-        whole = allowed("atomic", pointers).data.all()  # it has no mask: all lanes or none
-        return cas(self, pointers, compare, value, *rest) if whole else compare
+    def watched_load(self, pointers, mask, *rest):
+        return load(self, pointers, allowed("load", pointers, mask), *rest)
+
+    def watched_store(self, pointers, value, mask, *rest):
+        return store(self, pointers, value, allowed("store", pointers, mask), *rest)
+
+    def watched_rmw(self, operation, pointers, value, mask, *rest):
+        return rmw(self, operation, pointers, value, allowed("atomic", pointers, mask), *rest)
+
+    def watched_cas(self, pointers, compare, *rest):  # it has no mask: all lanes or none
+        return cas(self, pointers, compare, *rest) if allowed("atomic", pointers).data.all() else compare
 
     def watched_call(self, *args, **kwargs):
         names = inspect.signature(self.fn).parameters
@@ -321,17 +310,9 @@ def watch(**tensors):
         call(self, *args, **kwargs)
         memory.end()
 
-    watched = {
-        "create_masked_load": lambda self, p, mask, *rest: load(self, p, allowed("load", p, mask), *rest),
-        "create_masked_store": lambda self, p, value, mask, *rest: store(
-            self, p, value, allowed("store", p, mask), *rest
-        ),
-        "create_atomic_rmw": lambda self, op, p, value, mask, *rest: rmw(
-            self, op, p, value, allowed("atomic", p, mask), *rest
-        ),
-        "create_atomic_cas": watched_cas,
-    }
-    with mock.patch.multiple(builder, **watched), mock.patch.object(executor, "__call__", watched_call):
+    accesses = {"create_masked_load": watched_load, "create_masked_store": watched_store}
+    accesses |= {"create_atomic_rmw": watched_rmw, "create_atomic_cas": watched_cas}
+    with mock.patch.multiple(builder, **accesses), mock.patch.object(executor, "__call__", watched_call):
         yield memory
 
 
@@ -349,7 +330,8 @@ def shuffled(seed: int):
         chance.shuffle(programs)
         order = iter(programs)
 
-    with mock.patch.multiple(
-        InterpreterBuilder, set_grid_dim=set_grid_dim, set_grid_idx=lambda self, *_: set_index(self, *next(order))
-    ):
+    def set_grid_idx(self, *_):
+        set_index(self, *next(order))
+
+    with mock.patch.multiple(InterpreterBuilder, set_grid_dim=set_grid_dim, set_grid_idx=set_grid_idx):
         yield
