@@ -144,6 +144,18 @@ def test_bfloat16_dot_and_reductions_are_exact_on_integers():
     assert index.tolist() == first_best
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_row_of_a_dot_has_the_same_bits_wherever_it_stands(dtype):
+    chance = torch.Generator().manual_seed(2)
+    x, w = torch.randn(2, 32, 32, generator=chance).to(dtype)
+    order = torch.randperm(32, generator=chance)
+    out, turned = torch.empty(2, 32, 32)
+    dot_kernel[(1,)](x, w, out, BLOCK=32)
+    dot_kernel[(1,)](x[order].contiguous(), w, turned, BLOCK=32)
+    assert torch.equal(turned, out[order])
+    assert torch.allclose(out, x.float() @ w.float(), rtol=1e-5, atol=1e-5)
+
+
 def test_a_second_repair_changes_nothing():
     before = InterpreterBuilder.cast_impl
     repair_bfloat16()
