@@ -649,8 +649,8 @@ def _load_heads(x, cos, sin, token, head, stride, real, D: tl.constexpr, BLOCK_D
         rolled = tl.load(x + at + (d + D // 2) % D, mask=mask, other=0.0)
         turn = token[:, None] * D + d
         c, s = tl.load(cos + turn, mask=mask, other=0.0), tl.load(sin + turn, mask=mask, other=0.0)
-        turned = heads.to(tl.float32) * c.to(tl.float32) + rolled.to(tl.float32) * s.to(tl.float32)
-        heads = turned.to(heads.dtype)
+        # an explicit fma: which of the two products the compiler fuses must not depend on the kernel around
+        heads = tl.fma(rolled.to(tl.float32), s.to(tl.float32), heads.to(tl.float32) * c.to(tl.float32)).to(heads.dtype)
     return heads
 
 
@@ -669,7 +669,7 @@ def _store_heads(x, cache, scales, at, real, D: tl.constexpr, BLOCK_D: tl.conste
         x = x.to(tl.float32)
         scale = tl.div_rn(tl.max(tl.abs(x), 1), 127.0)
         tl.store(scales + at, scale, mask=real)
-        x = tl.div_rn(x, tl.where(scale == 0, 1.0, scale)[:, None] + tl.zeros_like(x))
+        x = tl.div_rn(x, tl.where(scale == 0, 1.0, scale)[:, None])
         x = (x + 12582912.0) - 12582912.0  # 1.5 * 2^23: float32 has no bits left for fractions, so this rounds to nearest even
     tl.store(cache + at[:, None] * D + d, x.to(cache.dtype.element_ty), mask=real[:, None] & (d < D))
 
@@ -693,7 +693,7 @@ def _attention_kernel(
 
     # 1. this chunk's new keys and values go to the cache; no other program of the launch touches these slots
     new = (position >= start) & (position < start + CHUNK)
-    if tl.max(new.to(tl.int32), 0) > 0:
+    if (tl.num_programs(2) == 1) & (tl.max(new.to(tl.int32), 0) > 0):
         token, zero = row * n_new + t, tl.zeros_like(t)
         at = _page_slot(table, position, new, PAGE) * G + g
         k = _load_heads(qkv, cos, sin, token, zero + (G * GROUP + g), stride, new, D, BLOCK_D)
@@ -704,50 +704,47 @@ def _attention_kernel(
         # path as an old one, and a row's bits do not depend on whether its keys came in this launch
         tl.debug_barrier()
 
-    # 2. BLOCK_M query rows at a time against the chunk: row m is head m % GROUP of new token m // GROUP
+    # 2. BLOCK_M query rows against the chunk: row m is head m % GROUP of new token m // GROUP
     d = tl.arange(0, BLOCK_D)[None, :]
-    first = 0
-    while first < n_new * GROUP:
-        m = first + tl.arange(0, BLOCK_M)
-        real = m < n_new * GROUP
-        token = row * n_new + m // GROUP
-        limit = tl.load(positions + token, mask=real, other=-1).to(tl.int32)
-        q = _load_heads(qkv, cos, sin, token, g * GROUP + m % GROUP, stride, real, D, BLOCK_D)
-        best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        for n0 in range(0, CHUNK, BLOCK_N):
-            n = start + n0 + tl.arange(0, BLOCK_N)
-            held = n < length  # slots behind may hold NaN, and pages there may be anyone's: they are not loaded
-            at = _page_slot(table, n, held, PAGE) * G + g
-            mask = held[:, None] & (d < D)
-            k = tl.load(k_cache + at[:, None] * D + d, mask=mask, other=0)
-            v = tl.load(v_cache + at[:, None] * D + d, mask=mask, other=0)
-            if k_scale is not None:
-                k, v = k.to(tl.float32).to(q.dtype), v.to(tl.float32).to(q.dtype)  # exact; the scales wait
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE
-            if k_scale is not None:
-                scores *= tl.load(k_scale + at, mask=held, other=0.0)[None, :]
-            scores = tl.where(n[None, :] <= limit[:, None], scores, -float("inf"))
-            highest = tl.maximum(best, tl.max(scores, 1))
-            safe = tl.where(highest == -float("inf"), 0.0, highest)  # -inf - -inf is NaN
-            weights = tl.exp2(scores - safe[:, None])
-            shrink = tl.exp2(best - safe)
-            total = total * shrink + tl.sum(weights, 1)
-            acc = acc * shrink[:, None]
-            if k_scale is not None:
-                # 128 * scale is about v's largest entry, so that the product is as far from float16's limits as v itself
-                weights *= tl.load(v_scale + at, mask=held, other=0.0)[None, :] * 128.0
-            acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
-            best = highest
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = m < n_new * GROUP
+    token = row * n_new + m // GROUP
+    limit = tl.load(positions + token, mask=real, other=-1).to(tl.int32)
+    q = _load_heads(qkv, cos, sin, token, g * GROUP + m % GROUP, stride, real, D, BLOCK_D)
+    best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for n0 in range(0, CHUNK, BLOCK_N):
+        n = start + n0 + tl.arange(0, BLOCK_N)
+        held = n < length  # slots behind may hold NaN, and pages there may be anyone's: they are not loaded
+        at = _page_slot(table, n, held, PAGE) * G + g
+        mask = held[:, None] & (d < D)
+        k = tl.load(k_cache + at[:, None] * D + d, mask=mask, other=0)
+        v = tl.load(v_cache + at[:, None] * D + d, mask=mask, other=0)
         if k_scale is not None:
-            acc *= 1 / 128
-        seen = limit >= start  # other rows have nothing here, and the merge does not ask for it
-        at = (tl.program_id(1).to(tl.int64) * n_chunks + tl.program_id(0)) * (n_new * GROUP) + m
-        total = tl.where(seen, total, 1.0)
-        tl.store(partial + at[:, None] * D + d, acc / total[:, None], mask=seen[:, None] & (d < D))
-        tl.store(partial_lse + at, best + tl.log2(total), mask=seen)
-        first += BLOCK_M
+            k, v = k.to(tl.float32).to(q.dtype), v.to(tl.float32).to(q.dtype)  # exact; the scales wait
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE
+        if k_scale is not None:
+            scores *= tl.load(k_scale + at, mask=held, other=0.0)[None, :]
+        scores = tl.where(n[None, :] <= limit[:, None], scores, -float("inf"))
+        highest = tl.maximum(best, tl.max(scores, 1))
+        safe = tl.where(highest == -float("inf"), 0.0, highest)  # -inf - -inf is NaN
+        weights = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(best - safe)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        if k_scale is not None:
+            # 128 * scale is about v's largest entry, so that the product is as far from float16's limits as v itself
+            weights *= tl.load(v_scale + at, mask=held, other=0.0)[None, :] * 128.0
+        acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
+        best = highest
+    if k_scale is not None:
+        acc *= 1 / 128
+    seen = limit >= start  # other rows have nothing here, and the merge does not ask for it
+    at = (tl.program_id(1).to(tl.int64) * n_chunks + tl.program_id(0)) * (n_new * GROUP) + m
+    total = tl.where(seen, total, 1.0)
+    tl.store(partial + at[:, None] * D + d, acc / total[:, None], mask=seen[:, None] & (d < D))
+    tl.store(partial_lse + at, best + tl.log2(total), mask=seen)
 
 
 @jit(do_not_specialize=["n_new", "n_chunks"])
@@ -783,7 +780,7 @@ def _merge_kernel(
 
 @jit(do_not_specialize=["n_new", "max_pages"])
 def _append_kernel(
-    k, v, k_cache, v_cache, k_scale, v_scale, block_table, positions, n_new, max_pages,
+    k, v, k_cache, v_cache, k_scale, v_scale, block_table, positions, cos, sin, n_new, max_pages,
     k_stride: tl.constexpr, v_stride: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -793,8 +790,10 @@ def _append_kernel(
     position = tl.load(positions + token, mask=t < n_new, other=-1).to(tl.int32)
     new = position >= 0
     at = _page_slot(block_table + row * max_pages, position, new, PAGE) * G + g
-    _store_heads(_load_heads(k, None, None, token, head, k_stride, new, D, BLOCK_D), k_cache, k_scale, at, new, D, BLOCK_D)
-    _store_heads(_load_heads(v, None, None, token, head, v_stride, new, D, BLOCK_D), v_cache, v_scale, at, new, D, BLOCK_D)
+    keys = _load_heads(k, cos, sin, token, head, k_stride, new, D, BLOCK_D)
+    values = _load_heads(v, None, None, token, head, v_stride, new, D, BLOCK_D)
+    _store_heads(keys, k_cache, k_scale, at, new, D, BLOCK_D)
+    _store_heads(values, v_cache, v_scale, at, new, D, BLOCK_D)
 
 
 MAX_ROWS = 16  # new rows of a sequence that one attention kernel takes
@@ -822,16 +821,21 @@ def decode_attention(
     page_size, n_kv = k_cache.shape[1:3]
     group, max_pages = n_head // n_kv, block_table.shape[1]
     n_chunks = triton.cdiv(max_pages * page_size, CHUNK)
-    qkv, positions, block_table = _flat_rows(qkv), positions.contiguous(), block_table.contiguous()
+    positions, block_table = positions.contiguous(), block_table.contiguous()
     cos, sin = (None, None) if cos is None else (cos.contiguous(), sin.contiguous())
-    partial = qkv.new_empty(n_rows * n_kv, n_chunks, n_new * group, head_dim, dtype=torch.float32)
-    partial_lse = qkv.new_empty(partial.shape[:3], dtype=torch.float32)
+    block_m = 16 if group == 1 else 32  # whatever T is: another tile may add up in another order
+    n_tiles = triton.cdiv(n_new * group, block_m)
+    if n_tiles > 1:  # no one program can both write the new keys and be alone in reading them: one launch more
+        k, v = qkv[:, :, n_head : n_head + n_kv], qkv[:, :, n_head + n_kv :]
+        _append(k, v, k_cache, v_cache, block_table, positions, cos, sin, scales)
+    qkv, sizes = _flat_rows(qkv), (n_rows * n_kv, n_chunks, n_new * group, head_dim)
+    partial, partial_lse = (qkv.new_empty(size, dtype=torch.float32) for size in (sizes, sizes[:3]))
     out = qkv.new_empty(n_rows, n_new, n_head, head_dim)
     shape = {"G": n_kv, "GROUP": group, "D": head_dim, "CHUNK": CHUNK, "BLOCK_D": _block_d(head_dim)}
-    _attention_kernel[n_chunks, n_rows * n_kv](
+    _attention_kernel[n_chunks, n_rows * n_kv, n_tiles](
         qkv, k_cache, v_cache, *(scales or (None, None)), block_table, positions, cos, sin, partial, partial_lse,
         n_new, max_pages, n_chunks, stride=qkv.stride(0), SCALE=head_dim**-0.5 * math.log2(math.e), PAGE=page_size,
-        BLOCK_T=MAX_ROWS, BLOCK_M=16 if group == 1 else 32, BLOCK_N=64, **shape,
+        BLOCK_T=MAX_ROWS, BLOCK_M=block_m, BLOCK_N=16 if qkv.dtype == torch.float32 else 64, **shape,
         num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     _merge_kernel[n_rows * n_new, n_head](
@@ -842,14 +846,18 @@ def decode_attention(
 
 def append_kv(k, v, k_cache, v_cache, block_table, positions, scales=None, plans=None, impl: str = "auto") -> None:
     """append_kv_ref; up to MAX_ROWS new rows per sequence are one launch."""
-    n_rows, n_new, n_kv, head_dim = k.shape
-    if n_new > MAX_ROWS or not on_triton(impl, k):
+    if k.shape[1] > MAX_ROWS or not on_triton(impl, k):
         return append_kv_ref(k, v, k_cache, v_cache, block_table, positions, scales, plans)
+    _append(k, v, k_cache, v_cache, block_table.contiguous(), positions.contiguous(), None, None, scales)
+
+
+def _append(k, v, k_cache, v_cache, block_table, positions, cos, sin, scales) -> None:
+    n_rows, n_new, n_kv, head_dim = k.shape
     k, v = _flat_rows(k), _flat_rows(v)
     _append_kernel[n_rows, n_kv](
-        k, v, k_cache, v_cache, *(scales or (None, None)), block_table.contiguous(), positions.contiguous(),
-        n_new, block_table.shape[1], k_stride=k.stride(0), v_stride=v.stride(0), G=n_kv, D=head_dim,
-        PAGE=k_cache.shape[1], BLOCK_T=MAX_ROWS, BLOCK_D=_block_d(head_dim), num_warps=4,
+        k, v, k_cache, v_cache, *(scales or (None, None)), block_table, positions, cos, sin, n_new, block_table.shape[1],
+        k_stride=k.stride(0), v_stride=v.stride(0), G=n_kv, D=head_dim, PAGE=k_cache.shape[1], BLOCK_T=MAX_ROWS,
+        BLOCK_D=_block_d(head_dim), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
