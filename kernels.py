@@ -670,7 +670,9 @@ def _store_heads(x, cache, scales, at, real, D: tl.constexpr, BLOCK_D: tl.conste
         scale = tl.div_rn(tl.max(tl.abs(x), 1), 127.0)
         tl.store(scales + at, scale, mask=real)
         x = tl.div_rn(x, tl.where(scale == 0, 1.0, scale)[:, None])
-        x = (x + 12582912.0) - 12582912.0  # 1.5 * 2^23: float32 has no bits left for fractions, so this rounds to nearest even
+        x = (
+            x + 12582912.0
+        ) - 12582912.0  # 1.5 * 2^23: float32 has no bits left for fractions, so this rounds to nearest even
     tl.store(cache + at[:, None] * D + d, x.to(cache.dtype.element_ty), mask=real[:, None] & (d < D))
 
 
@@ -831,12 +833,15 @@ def decode_attention(
     qkv, sizes = _flat_rows(qkv), (n_rows * n_kv, n_chunks, n_new * group, head_dim)
     partial, partial_lse = (qkv.new_empty(size, dtype=torch.float32) for size in (sizes, sizes[:3]))
     out = qkv.new_empty(n_rows, n_new, n_head, head_dim)
-    shape = {"G": n_kv, "GROUP": group, "D": head_dim, "CHUNK": CHUNK, "BLOCK_D": _block_d(head_dim)}
+    block_d = _block_d(head_dim)
+    # 4096 elements of K and of V on their way: three or more programs share a multiprocessor, and none spills a register
+    block_n = 16 if qkv.dtype == torch.float32 else min(64, 4096 // block_d)
+    shape = {"G": n_kv, "GROUP": group, "D": head_dim, "CHUNK": CHUNK, "BLOCK_D": block_d}
     _attention_kernel[n_chunks, n_rows * n_kv, n_tiles](
         qkv, k_cache, v_cache, *(scales or (None, None)), block_table, positions, cos, sin, partial, partial_lse,
         n_new, max_pages, n_chunks, stride=qkv.stride(0), SCALE=head_dim**-0.5 * math.log2(math.e), PAGE=page_size,
-        BLOCK_T=MAX_ROWS, BLOCK_M=block_m, BLOCK_N=16 if qkv.dtype == torch.float32 else 64, **shape,
-        num_warps=4, num_stages=2, enable_fp_fusion=True,
+        BLOCK_T=MAX_ROWS, BLOCK_M=block_m, BLOCK_N=block_n, **shape,
+        num_warps=8 if block_d == 256 else 4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     _merge_kernel[n_rows * n_new, n_head](
         partial, partial_lse, positions, out, n_new, n_chunks, BLOCK_S=16, **shape, num_warps=4, enable_fp_fusion=True
