@@ -23,8 +23,8 @@ try:
     jit = triton.jit
 except ImportError:  # no wheels for this platform: the references serve
 
-    def jit(function):
-        return function
+    def jit(function=None, **options):
+        return function if function else jit
 
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
@@ -479,7 +479,17 @@ def linear(x, weight, bias=None, norm=None, activation=None, residual=None, impl
 #     cache                [ . . . . . . ] n n n       the new rows are written first, then row t sees 0 .. its own
 #     row t = 0            x x x x x x x               position; slots behind it may hold anything, NaN included, and
 #     row t = 1            x x x x x x x x             are never read: a mask would turn NaN into 0 * NaN
-#     bytes: K and V of the row's length once, 2 * S * G * D * element size, whatever T and H
+#     chunks of CHUNK keys  |---- 0 ----|---- 1 ----|-- 2 -      one program per chunk and kv head: its queries are the T new
+#                           (out, lse)  (out, lse)  (out, lse)   rows of the group's heads. Then one program per row and head
+#                                `-----------+-----------`       merges the chunks that the row sees
+#     bytes: K and V of the row's length once, 2 * S * G * D * element size, while T * H / G rows fit the tile of 16 (H = G)
+#     or 32 (H > G); further tiles find them in the L2. Partial outputs: 8 * (D + 1) bytes per query row and chunk (6% of K and V
+#     at T = 1, H = 4 G, D = 128, bfloat16)
+#
+# A row's bits depend on its position and what it sees, not on what rides along: CHUNK is a constant, key tiles start at
+# multiples of BLOCK_N, the tile's height does not depend on T, and tiles that a row does not see leave it as it is.
+#
+# int8 K and V: one scale per token and kv head, (n_pages, page_size, G) float32; x is about scale * n, n in -127 .. 127
 
 
 class RowPlan(NamedTuple):
@@ -521,15 +531,29 @@ def rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def append_kv_ref(k, v, k_cache, v_cache, block_table, positions, plans: list[RowPlan] | None = None) -> None:
-    """Write k, v (B, T, G, D) of one layer into k_cache, v_cache (n_pages, page_size, G, D) at positions (B, T)."""
-    for row, first, n, start, slots in plans or plan_rows(positions, block_table, k_cache.shape[1]):
-        if isinstance(slots, slice):
-            target = slice(slots.start + start, slots.stop)
-        else:
-            target = slots[start:]
-        k_cache.flatten(0, 1)[target] = k[row, first : first + n]
-        v_cache.flatten(0, 1)[target] = v[row, first : first + n]
+def quantise_kv_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 of each head: x (..., D) -> n (..., D) int8, scale (...) float32, with x ~ scale * n; zeros stay zeros."""
+    x = x.float()
+    scale = x.abs().amax(-1) / 127
+    return (x / scale.masked_fill(scale == 0, 1.0)[..., None]).round().to(torch.int8), scale
+
+
+def append_kv_ref(
+    k, v, k_cache, v_cache, block_table, positions, scales=None, plans: list[RowPlan] | None = None
+) -> None:
+    """Write k, v (B, T, G, D) of one layer into k_cache, v_cache (n_pages, page_size, G, D) at positions (B, T).
+
+    Into int8 caches they go quantised, with their scales into scales = (k_scale, v_scale), each (n_pages, page_size, G).
+    """
+    plans = plan_rows(positions, block_table, k_cache.shape[1]) if plans is None else plans
+    for new, cache, scale in zip((k, v), (k_cache, v_cache), scales or (None, None)):
+        if scale is not None:
+            new, new_scale = quantise_kv_ref(new)
+        for row, first, n, start, slots in plans:
+            target = slice(slots.start + start, slots.stop) if isinstance(slots, slice) else slots[start:]
+            cache.flatten(0, 1)[target] = new[row, first : first + n]
+            if scale is not None:
+                scale.flatten(0, 1)[target] = new_scale[row, first : first + n]
 
 
 def decode_attention_ref(
@@ -547,21 +571,26 @@ def decode_attention_ref(
     """Rotate, append and attend: qkv (B, T, H+2G, D), one layer's pages (n_pages, page_size, G, D) -> (B, T, H, D).
 
     block_table (B, max_pages) int32, positions (B, T) int64; cos, sin (B, T, 1, D) at the positions, None with learned
-    positions. plans is plan_rows(...) of the pass where the caller has it. Outputs at padding are unspecified.
+    positions; scales (k_scale, v_scale) of int8 caches. plans is plan_rows(...) of the pass where the caller has it.
+    Outputs at padding are unspecified.
     """
     n_kv = k_cache.shape[2]
-    plans = plans or plan_rows(positions, block_table, k_cache.shape[1])
+    plans = plan_rows(positions, block_table, k_cache.shape[1]) if plans is None else plans
     if cos is not None:
         qk = rotate_ref(qkv[:, :, : n_head + n_kv], cos, sin)
         q, k = qk[:, :, :n_head], qk[:, :, n_head:]
     else:
         q, k = qkv[:, :, :n_head], qkv[:, :, n_head : n_head + n_kv]
-    append_kv_ref(k, qkv[:, :, n_head + n_kv :], k_cache, v_cache, block_table, positions, plans)
+    append_kv_ref(k, qkv[:, :, n_head + n_kv :], k_cache, v_cache, block_table, positions, scales, plans)
     out = []
     for row, first, n, start, slots in plans:
-        out.append(
-            attend_ref(q[row, first : first + n], k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots], start)
-        )
+        memory = [pages.flatten(0, 1)[slots] for pages in (k_cache, v_cache)]  # (S, G, D)
+        if scales is not None:
+            memory = [
+                (n_cache.float() * scale.flatten(0, 1)[slots][..., None]).to(q.dtype)
+                for n_cache, scale in zip(memory, scales)
+            ]
+        out.append(attend_ref(q[row, first : first + n], *memory, start))
     if len(plans) == len(qkv) and all(plan.n == qkv.shape[1] for plan in plans):
         return out[0][None] if len(out) == 1 else torch.stack(out)
     result = q.new_zeros(q.shape)
@@ -609,18 +638,232 @@ def causal_attention_ref(qkv: torch.Tensor, n_head: int, n_kv: int, cos=None, si
     return out.transpose(1, 2)
 
 
+@jit
+def _load_heads(x, cos, sin, token, head, stride, real, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Heads (rows, BLOCK_D) of x at tokens (rows,) int64, rotated in float32 and rounded once; 0 where not real."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = real[:, None] & (d < D)
+    at = token[:, None] * stride + head[:, None] * D
+    heads = tl.load(x + at + d, mask=mask, other=0.0)
+    if cos is not None:
+        rolled = tl.load(x + at + (d + D // 2) % D, mask=mask, other=0.0)
+        turn = token[:, None] * D + d
+        c, s = tl.load(cos + turn, mask=mask, other=0.0), tl.load(sin + turn, mask=mask, other=0.0)
+        # an explicit fma: which of the two products the compiler fuses must not depend on the kernel around
+        heads = tl.fma(rolled.to(tl.float32), s.to(tl.float32), heads.to(tl.float32) * c.to(tl.float32)).to(heads.dtype)
+    return heads
+
+
+@jit
+def _page_slot(table, position, real, PAGE: tl.constexpr):
+    """Slots (n,) int64 of positions in the flattened pages; int64 before anything multiplies it: caches pass 2^31 elements."""
+    page = tl.load(table + position // PAGE, mask=real, other=0)
+    return page.to(tl.int64) * PAGE + position % PAGE
+
+
+@jit
+def _store_heads(x, cache, scales, at, real, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write heads x (rows, BLOCK_D) to cache rows `at` = slot * G + head (rows,) int64, quantised as quantise_kv_ref does."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    if scales is not None:
+        x = x.to(tl.float32)
+        scale = tl.div_rn(tl.max(tl.abs(x), 1), 127.0)
+        tl.store(scales + at, scale, mask=real)
+        x = tl.div_rn(x, tl.where(scale == 0, 1.0, scale)[:, None])
+        x = (
+            x + 12582912.0
+        ) - 12582912.0  # 1.5 * 2^23: float32 has no bits left for fractions, so this rounds to nearest even
+    tl.store(cache + at[:, None] * D + d, x.to(cache.dtype.element_ty), mask=real[:, None] & (d < D))
+
+
+@jit(do_not_specialize=["n_new", "max_pages", "n_chunks"])
+def _attention_kernel(
+    qkv, k_cache, v_cache, k_scale, v_scale, block_table, positions, cos, sin, partial, partial_lse,
+    n_new, max_pages, n_chunks, stride: tl.constexpr, SCALE: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64) // G
+    g = tl.program_id(1) % G
+    start = tl.program_id(0) * CHUNK
+    table = block_table + row * max_pages
+    t = tl.arange(0, BLOCK_T)
+    position = tl.load(positions + row * n_new + t, mask=t < n_new, other=-1).to(tl.int32)
+    length = tl.max(position, 0) + 1
+    if start >= length:
+        return
+
+    # 1. this chunk's new keys and values go to the cache; no other program of the launch touches these slots
+    new = (position >= start) & (position < start + CHUNK)
+    if (tl.num_programs(2) == 1) & (tl.max(new.to(tl.int32), 0) > 0):
+        token, zero = row * n_new + t, tl.zeros_like(t)
+        at = _page_slot(table, position, new, PAGE) * G + g
+        k = _load_heads(qkv, cos, sin, token, zero + (G * GROUP + g), stride, new, D, BLOCK_D)
+        v = _load_heads(qkv, None, None, token, zero + (G * GROUP + G + g), stride, new, D, BLOCK_D)
+        _store_heads(k, k_cache, k_scale, at, new, D, BLOCK_D)
+        _store_heads(v, v_cache, v_scale, at, new, D, BLOCK_D)
+        # the loop below reads them back, through other threads than those that wrote them: a new key then takes the same
+        # path as an old one, and a row's bits do not depend on whether its keys came in this launch
+        tl.debug_barrier()
+
+    # 2. BLOCK_M query rows against the chunk: row m is head m % GROUP of new token m // GROUP
+    d = tl.arange(0, BLOCK_D)[None, :]
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = m < n_new * GROUP
+    token = row * n_new + m // GROUP
+    limit = tl.load(positions + token, mask=real, other=-1).to(tl.int32)
+    q = _load_heads(qkv, cos, sin, token, g * GROUP + m % GROUP, stride, real, D, BLOCK_D)
+    best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for n0 in range(0, CHUNK, BLOCK_N):
+        n = start + n0 + tl.arange(0, BLOCK_N)
+        held = n < length  # slots behind may hold NaN, and pages there may be anyone's: they are not loaded
+        at = _page_slot(table, n, held, PAGE) * G + g
+        mask = held[:, None] & (d < D)
+        k = tl.load(k_cache + at[:, None] * D + d, mask=mask, other=0)
+        v = tl.load(v_cache + at[:, None] * D + d, mask=mask, other=0)
+        if k_scale is not None:
+            k, v = k.to(tl.float32).to(q.dtype), v.to(tl.float32).to(q.dtype)  # exact; the scales wait
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE
+        if k_scale is not None:
+            scores *= tl.load(k_scale + at, mask=held, other=0.0)[None, :]
+        scores = tl.where(n[None, :] <= limit[:, None], scores, -float("inf"))
+        highest = tl.maximum(best, tl.max(scores, 1))
+        safe = tl.where(highest == -float("inf"), 0.0, highest)  # -inf - -inf is NaN
+        weights = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(best - safe)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        if k_scale is not None:
+            # 128 * scale is about v's largest entry, so that the product is as far from float16's limits as v itself
+            weights *= tl.load(v_scale + at, mask=held, other=0.0)[None, :] * 128.0
+        acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
+        best = highest
+    if k_scale is not None:
+        acc *= 1 / 128
+    seen = limit >= start  # other rows have nothing here, and the merge does not ask for it
+    at = (tl.program_id(1).to(tl.int64) * n_chunks + tl.program_id(0)) * (n_new * GROUP) + m
+    total = tl.where(seen, total, 1.0)
+    tl.store(partial + at[:, None] * D + d, acc / total[:, None], mask=seen[:, None] & (d < D))
+    tl.store(partial_lse + at, best + tl.log2(total), mask=seen)
+
+
+@jit(do_not_specialize=["n_new", "n_chunks"])
+def _merge_kernel(
+    partial, partial_lse, positions, out, n_new, n_chunks, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    limit = tl.load(positions + token).to(tl.int32)
+    n_seen = (limit + CHUNK) // CHUNK  # 0 at padding
+    row, t = token // n_new, token % n_new
+    first = (row * G + head // GROUP) * n_chunks * (n_new * GROUP) + t * GROUP + head % GROUP
+    d = tl.arange(0, BLOCK_D)
+    best = -float("inf")
+    total = 0.0
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    done = 0
+    while done < n_seen:
+        chunk = done + tl.arange(0, BLOCK_S)
+        at = first + chunk.to(tl.int64) * (n_new * GROUP)
+        seen = chunk < n_seen
+        lse = tl.load(partial_lse + at, mask=seen, other=-float("inf"))
+        values = tl.load(partial + at[:, None] * D + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
+        highest = tl.maximum(best, tl.max(lse, 0))
+        weights, shrink = tl.exp2(lse - highest), tl.exp2(best - highest)
+        total = total * shrink + tl.sum(weights, 0)
+        acc = acc * shrink + tl.sum(values * weights[:, None], 0)
+        best = highest
+        done += BLOCK_S
+    acc = acc / tl.where(n_seen > 0, total, 1.0)
+    tl.store(out + (token * (G * GROUP) + head) * D + d, acc.to(out.dtype.element_ty), mask=d < D)
+
+
+@jit(do_not_specialize=["n_new", "max_pages"])
+def _append_kernel(
+    k, v, k_cache, v_cache, k_scale, v_scale, block_table, positions, cos, sin, n_new, max_pages,
+    k_stride: tl.constexpr, v_stride: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    t = tl.arange(0, BLOCK_T)
+    token, head = row * n_new + t, tl.zeros_like(t) + g
+    position = tl.load(positions + token, mask=t < n_new, other=-1).to(tl.int32)
+    new = position >= 0
+    at = _page_slot(block_table + row * max_pages, position, new, PAGE) * G + g
+    keys = _load_heads(k, cos, sin, token, head, k_stride, new, D, BLOCK_D)
+    values = _load_heads(v, None, None, token, head, v_stride, new, D, BLOCK_D)
+    _store_heads(keys, k_cache, k_scale, at, new, D, BLOCK_D)
+    _store_heads(values, v_cache, v_scale, at, new, D, BLOCK_D)
+
+
 MAX_ROWS = 16  # new rows of a sequence that one attention kernel takes
+CHUNK = 128  # keys per program: a constant, or a row's bits would depend on the length, the batch or the card
+
+
+def _flat_rows(x: torch.Tensor) -> torch.Tensor:
+    """x (B, T, heads, D) as (B * T, heads, D) whose heads are dense: a view, unless its layout is an unusual one."""
+    x = x.flatten(0, 1)
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def _block_d(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
 
 
 def decode_attention(
     qkv, k_cache, v_cache, block_table, positions, n_head, cos=None, sin=None, scales=None, plans=None,
     impl: str = "auto",
 ):  # fmt: skip
-    return decode_attention_ref(qkv, k_cache, v_cache, block_table, positions, n_head, cos, sin, scales, plans)
+    """decode_attention_ref for up to MAX_ROWS new rows per sequence; outputs at padding are 0."""
+    n_rows, n_new, _, head_dim = qkv.shape
+    if n_new > MAX_ROWS or not on_triton(impl, qkv):
+        return decode_attention_ref(qkv, k_cache, v_cache, block_table, positions, n_head, cos, sin, scales, plans)
+    page_size, n_kv = k_cache.shape[1:3]
+    group, max_pages = n_head // n_kv, block_table.shape[1]
+    n_chunks = triton.cdiv(max_pages * page_size, CHUNK)
+    positions, block_table = positions.contiguous(), block_table.contiguous()
+    cos, sin = (None, None) if cos is None else (cos.contiguous(), sin.contiguous())
+    block_m = 16 if group == 1 else 32  # whatever T is: another tile may add up in another order
+    n_tiles = triton.cdiv(n_new * group, block_m)
+    if n_tiles > 1:  # no one program can both write the new keys and be alone in reading them: one launch more
+        k, v = qkv[:, :, n_head : n_head + n_kv], qkv[:, :, n_head + n_kv :]
+        _append(k, v, k_cache, v_cache, block_table, positions, cos, sin, scales)
+    qkv, sizes = _flat_rows(qkv), (n_rows * n_kv, n_chunks, n_new * group, head_dim)
+    partial, partial_lse = (qkv.new_empty(size, dtype=torch.float32) for size in (sizes, sizes[:3]))
+    out = qkv.new_empty(n_rows, n_new, n_head, head_dim)
+    block_d = _block_d(head_dim)
+    # 4096 elements of K and of V on their way: three or more programs share a multiprocessor, and none spills a register
+    block_n = 16 if qkv.dtype == torch.float32 else min(64, 4096 // block_d)
+    shape = {"G": n_kv, "GROUP": group, "D": head_dim, "CHUNK": CHUNK, "BLOCK_D": block_d}
+    _attention_kernel[n_chunks, n_rows * n_kv, n_tiles](
+        qkv, k_cache, v_cache, *(scales or (None, None)), block_table, positions, cos, sin, partial, partial_lse,
+        n_new, max_pages, n_chunks, stride=qkv.stride(0), SCALE=head_dim**-0.5 * math.log2(math.e), PAGE=page_size,
+        BLOCK_T=MAX_ROWS, BLOCK_M=block_m, BLOCK_N=block_n, **shape,
+        num_warps=8 if block_d == 256 else 4, num_stages=2, enable_fp_fusion=True,
+    )  # fmt: skip
+    _merge_kernel[n_rows * n_new, n_head](
+        partial, partial_lse, positions, out, n_new, n_chunks, BLOCK_S=16, **shape, num_warps=4, enable_fp_fusion=True
+    )
+    return out
 
 
 def append_kv(k, v, k_cache, v_cache, block_table, positions, scales=None, plans=None, impl: str = "auto") -> None:
-    append_kv_ref(k, v, k_cache, v_cache, block_table, positions, plans)
+    """append_kv_ref; up to MAX_ROWS new rows per sequence are one launch."""
+    if k.shape[1] > MAX_ROWS or not on_triton(impl, k):
+        return append_kv_ref(k, v, k_cache, v_cache, block_table, positions, scales, plans)
+    _append(k, v, k_cache, v_cache, block_table.contiguous(), positions.contiguous(), None, None, scales)
+
+
+def _append(k, v, k_cache, v_cache, block_table, positions, cos, sin, scales) -> None:
+    n_rows, n_new, n_kv, head_dim = k.shape
+    k, v = _flat_rows(k), _flat_rows(v)
+    _append_kernel[n_rows, n_kv](
+        k, v, k_cache, v_cache, *(scales or (None, None)), block_table, positions, cos, sin, n_new, block_table.shape[1],
+        k_stride=k.stride(0), v_stride=v.stride(0), G=n_kv, D=head_dim, PAGE=k_cache.shape[1], BLOCK_T=MAX_ROWS,
+        BLOCK_D=_block_d(head_dim), num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 rotate = rotate_ref

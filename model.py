@@ -10,6 +10,7 @@ position; KVCache is only memory, so rolling back is a smaller number and a reje
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -86,15 +87,19 @@ class KVCache:
 
     k, v (L, n_pages, page_size, G, D); block_table (B, max_pages) int32: the page that holds positions
     i * page_size .. of a row. A fresh cache is contiguous: the identity table. Unused slots may hold anything.
+    int8 has k_scale, v_scale (L, n_pages, page_size, G) float32 beside it: half the bytes of bfloat16 and 4 more per head.
     """
 
     def __init__(self, config: GPTConfig, batch: int, capacity: int, page_size=16, dtype=torch.float32, device="cpu"):
-        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"dtype is {dtype}: a cache holds float64, float32, bfloat16 or float16")
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8):
+            raise ValueError(f"dtype is {dtype}: a cache holds float64, float32, bfloat16, float16 or int8")
         max_pages = -(-capacity // page_size)
         shape = (config.n_layer, batch * max_pages, page_size, config.n_kv_head, config.head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty_like(self.k)
+        quantised = dtype == torch.int8
+        self.k_scale = torch.empty(shape[:-1], dtype=torch.float32, device=device) if quantised else None
+        self.v_scale = torch.empty_like(self.k_scale) if quantised else None
         self.page_size = page_size
         pages = torch.arange(batch * max_pages, dtype=torch.int32, device=device)
         self.block_table = pages.view(batch, max_pages)
@@ -103,8 +108,9 @@ class KVCache:
         """Pages of one layer: k, v (n_pages, page_size, G, D)."""
         return self.k[layer], self.v[layer]
 
-    def scales(self, layer: int) -> None:
-        return None
+    def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of an int8 cache: k_scale, v_scale (n_pages, page_size, G) of one layer."""
+        return None if self.k_scale is None else (self.k_scale[layer], self.v_scale[layer])
 
     @property
     def capacity(self) -> int:
@@ -113,8 +119,7 @@ class KVCache:
 
     def rows(self, index) -> KVCache:
         """A view of some rows (list of int or index tensor) that shares the pages."""
-        view = object.__new__(KVCache)
-        view.k, view.v, view.page_size = self.k, self.v, self.page_size
+        view = copy.copy(self)
         view.block_table = self.block_table[index]
         return view
 
@@ -217,6 +222,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.impl = "auto"  # kernels or references: kernels.IMPLEMENTATIONS
+        self.cache_dtype: torch.dtype | None = (
+            None  # of keys and values, torch.int8 for instance; the model's own when None
+        )
         self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.position_embedding = nn.Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -252,8 +260,8 @@ class GPT(nn.Module):
         return self.token_embedding.weight.dtype
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """A cache in the model's own dtype, on its device."""
-        return KVCache(self.config, batch, capacity, dtype=self.dtype, device=self.device)
+        """A cache on the model's device, in cache_dtype or its own dtype."""
+        return KVCache(self.config, batch, capacity, dtype=self.cache_dtype or self.dtype, device=self.device)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """tokens, positions (B, T) int64; position -1 is padding -> x (B, T, C)."""
