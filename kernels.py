@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 try:
     import triton
-    import triton.language as tl  # noqa: F401
+    import triton.language as tl
 
     jit = triton.jit
 except ImportError:  # no wheels for this platform: the references serve
@@ -117,6 +117,31 @@ def race(probs: torch.Tensor, seeds: torch.Tensor, index: torch.Tensor, stream: 
     return score.argmax(-1)
 
 
+@jit
+def _uniform(seed, index, round):
+    """accept_uniform on the device; index may be a block."""
+    zero = index.to(tl.int32) * 0
+    word, _, _, _ = tl.philox(seed, zero, index.to(tl.int32), zero + 2, zero + round.to(tl.int32))
+    u = (word >> 16).to(tl.float32) * 2.0**-16 + (word & 0xFFFF).to(tl.float32) * 2.0**-32
+    return tl.minimum(u, 1.0 - 2.0**-24)
+
+
+@jit
+def _speed(seed, first_id, index, stream, round, BLOCK: tl.constexpr):
+    """1 / E of ids first_id .. first_id + BLOCK - 1, float64; one counter serves the two ids of a pair.
+
+    Triton has no log1p: with w = 1 - u rounded, log1p(-u) is log(w) * u / (1 - w), and -u where w is 1, to 2 ulp (Kahan).
+    """
+    half_ids = first_id // 2 + tl.arange(0, BLOCK // 2)
+    zero = half_ids * 0
+    w0, w1, w2, w3 = tl.philox(seed, half_ids, zero + index.to(tl.int32), zero + stream, zero + round.to(tl.int32))
+    high, low = tl.interleave(w0, w2), tl.interleave(w1, w3)
+    u = high.to(tl.float64) * 2.0**-32 + low.to(tl.float64) * 2.0**-64
+    u = tl.minimum(tl.maximum(u, 2.0**-64), 1.0 - 2.0**-53)
+    w = 1.0 - u
+    return tl.where(w == 1.0, 1.0, 1.0 - w) / tl.where(w == 1.0, u, -tl.log(w) * u)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Logits -> the distribution that is sampled
 #
@@ -128,12 +153,57 @@ def full_precision(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def penalise_ref(logits: torch.Tensor, seen: torch.Tensor | None, penalty: float, bias: torch.Tensor | None):
-    """Repetition penalty (Keskar et al. 2019) on ids in seen (N, V) bool, then bias (V,): logits (N, V) -> (N, V)."""
+def penalise_ref(
+    logits: torch.Tensor,
+    seen: torch.Tensor | None,
+    ahead: torch.Tensor | None,
+    penalty: float,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Repetition penalty (Keskar et al. 2019), then bias (V,): logits (B, T, V) -> a new (B, T, V), float32 at least.
+
+    Position t has seen the ids in seen (B, V) bool and the drafts ahead[:, :t] (B, T-1); no penalty where seen is None.
+    """
     logits = full_precision(logits)
     if seen is not None:
+        seen = seen[:, None].repeat(1, logits.shape[1], 1)
+        for t in range(1, logits.shape[1]):
+            seen[:, t] = seen[:, t - 1].scatter(1, ahead[:, t - 1 : t], True)
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     return logits if bias is None else logits + bias.to(logits.dtype)
+
+
+@jit
+def _penalise_kernel(
+    logits, seen, ahead, bias, out, batch_stride, row_stride, n_slots, n_vocab, n_load, penalty, BLOCK: tl.constexpr
+):  # fmt: skip
+    sequence, slot = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    ids = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < n_vocab
+    x = tl.load(logits + sequence * batch_stride + slot * row_stride + ids, mask=ids < n_load, other=0.0).to(tl.float32)
+    if seen is not None:
+        known = tl.load(seen + sequence * n_vocab + ids, mask=inside, other=0) != 0
+        t = slot * 0
+        while t < slot:
+            known = known | (ids == tl.load(ahead + sequence * (n_slots - 1) + t))
+            t += 1
+        x = tl.where(known, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty), x)
+    if bias is not None:
+        x += tl.load(bias + ids, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + (sequence * n_slots + slot) * n_vocab + ids, x, mask=inside)
+
+
+def penalise(logits, seen, ahead, penalty, bias, impl: str = "auto"):
+    if (seen is None and bias is None) or not on_triton(impl, logits):
+        return penalise_ref(logits, seen, ahead, penalty, bias)
+    n_rows, n_slots, n_vocab = logits.shape
+    logits, n_load = _readable(logits)
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    seen, ahead = (None if x is None else x.contiguous() for x in (seen, ahead))
+    _penalise_kernel[n_rows, n_slots, triton.cdiv(n_vocab, RACE_BLOCK)](
+        logits, seen, ahead, bias, out, *logits.stride()[:2], n_slots, n_vocab, n_load, float(penalty), RACE_BLOCK
+    )
+    return out
 
 
 def process_logits_ref(
@@ -169,8 +239,181 @@ def process_logits_ref(
     return logits
 
 
-def penalise(logits, seen, penalty, bias, impl: str = "auto"):
-    return penalise_ref(logits, seen, penalty, bias)
+# Statistics of rows: what every program of the kernels below needs to know of a row without reading it
+#
+#     row       [ 4096 logits | 4096 | 4096 | ... ]     per block: maximum, sum of exp((logit - maximum) / T), best id
+#     line      target rows 0 .. K, then draft rows 0 .. K-1 of a sequence: statistics are (B, lines, blocks)
+#     bytes     each row once; with filters, the target rows once more, and again only blocks that reach the cut
+
+STATS_BLOCK, RACE_BLOCK = 4096, 1024  # constants: the bits of a row may not depend on what rides along
+
+
+def _readable(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """x (..., V) with dense rows, and how many ids of a row may be read: whole vectors where the rows are padded."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    n_vocab = x.shape[-1]
+    wide = -(-n_vocab // 16) * 16
+    end = x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape[:-1], x.stride()[:-1])) + wide
+    padded = all(step % 16 == 0 for step in x.stride()[:-1]) and end * x.element_size() <= x.untyped_storage().nbytes()
+    return x, wide if padded else n_vocab
+
+
+@jit
+def _load_logits(row, ids, n_vocab, n_load):
+    """-inf outside the vocabulary. NaN counts as +inf: either makes the row's log-probabilities NaN, and is not drawn."""
+    x = tl.load(row + ids, mask=ids < n_load, other=0.0).to(tl.float32)
+    x = tl.where(ids < n_vocab, x, -float("inf"))
+    return tl.where(x <= float("inf"), x, float("inf"))
+
+
+@jit
+def _scaled(x, maximum, temperature):
+    """As in process_logits_ref, rounded alike: the cuts of both are the same."""
+    return tl.div_rn(x - maximum, temperature)
+
+
+@jit
+def _law(x, maximum, mass, cut, temperature):
+    """Scaled logits and probabilities."""
+    z = _scaled(x, maximum, temperature)
+    return z, tl.where(z >= cut, tl.exp(z) / mass, 0.0)
+
+
+@jit
+def _idle(sequence, slot, n_drafted, lengths, limits):
+    """A slot behind the row's drafts, or a row that has ended: nothing to do."""
+    idle = slot < 0
+    if n_drafted is not None:
+        idle = idle | (slot > tl.load(n_drafted + sequence))
+    if lengths is not None:
+        idle = idle | (tl.load(lengths + sequence) >= tl.load(limits + sequence))
+    return idle
+
+
+@jit
+def _stats_kernel(
+    target, draft, n_drafted, lengths, limits, maxima, sums, best, ticket,
+    target_batch, target_row, draft_batch, draft_row, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks,
+    temperature, BLOCK: tl.constexpr,
+):  # fmt: skip
+    sequence, line = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    block = tl.program_id(2)
+    if line + block == 0:
+        tl.store(ticket + sequence, 0)  # for the kernel behind this one
+    # draft row t is needed where t < n_drafted, target row t where t <= n_drafted
+    if _idle(sequence, tl.where(line < n_slots, line, line - n_slots + 1), n_drafted, lengths, limits):
+        return
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    if line < n_slots:
+        x = _load_logits(target + sequence * target_batch + line * target_row, ids, n_vocab, n_load)
+    else:  # only where there is a draft
+        x = _load_logits(draft + sequence * draft_batch + (line - n_slots) * draft_row, ids, n_vocab, n_load_draft)
+    maximum = tl.max(x, 0)
+    z = _scaled(x, maximum, tl.where(line < n_slots, temperature, 1.0))  # draft rows are processed already
+    at = (sequence * n_lines + line) * n_blocks + block
+    tl.store(maxima + at, maximum)
+    tl.store(sums + at, tl.where(maximum > -float("inf"), tl.sum(tl.exp(z), 0), 0.0))
+    tl.store(best + at, tl.min(tl.where(x == maximum, ids, 2147483647), 0))
+
+
+@jit
+def _row_laws(
+    maxima, sums, cuts, masses, lines, used, n_blocks, temperature, BLOCKS: tl.constexpr, CUT: tl.constexpr
+):  # fmt: skip
+    """Maximum, mass and cut of several lines, from the statistics of their blocks."""
+    blocks = tl.arange(0, BLOCKS)[None, :]
+    at = lines[:, None] * n_blocks + blocks
+    mask = used[:, None] & (blocks < n_blocks)
+    block_max = tl.load(maxima + at, mask=mask, other=-float("inf"))
+    maximum = tl.max(block_max, 1)
+    if CUT:
+        return maximum, tl.load(masses + lines, mask=used, other=0.0), tl.load(cuts + lines, mask=used, other=0.0)
+    block_sum = tl.load(sums + at, mask=mask, other=0.0)
+    mass = tl.sum(block_sum * tl.exp(_scaled(block_max, maximum[:, None], temperature)), 1)
+    return maximum, mass, maximum * 0.0 - float("inf")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The cut of top-k, top-p and min-p, exact, ties kept, without a sort
+#
+#     key       order-preserving bits of the scaled logit; found four bits at a time, from the top: 16 pivots per reading
+#     top-k     the smallest key with fewer than k tokens above it
+#     top-p     the smallest key with less than top_p of the survivors' mass above it
+
+
+@jit
+def _key(z):
+    bits = tl.where(z == 0.0, 0.0, z).to(tl.uint32, bitcast=True)  # -0 is 0
+    return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@jit
+def _descend(
+    row, line_maxima, maximum, cut, limit, n_vocab, n_load, temperature,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    """The smallest scaled logit above which less than limit of the tokens at or above cut is left (COUNT: or of their mass)."""
+    key = tl.sum(tl.zeros([16], tl.uint32), 0)
+    nibbles = tl.arange(0, 16).to(tl.uint32)
+    shift = 28
+    while shift >= 0:
+        low = ((1 << shift) - 1).to(tl.uint32)
+        pivots = key | (nibbles << shift.to(tl.uint32)) | low
+        above = tl.zeros([16, BLOCK], tl.float32)
+        start = 0
+        while start < n_vocab:
+            block_max = _scaled(tl.load(line_maxima + start // STATS), maximum, temperature)
+            if _key(block_max) > (key | low):
+                z = _scaled(_load_logits(row, start + tl.arange(0, BLOCK), n_vocab, n_load), maximum, temperature)
+                weight = tl.where(z >= cut, 1.0 if COUNT else tl.exp(z), 0.0)
+                above += tl.where(_key(z)[None, :] > pivots[:, None], weight[None, :], 0.0)
+            start += BLOCK
+        enough = tl.sum(above, 1) >= limit
+        key = key | (tl.sum(enough.to(tl.uint32), 0) << shift.to(tl.uint32))
+        shift -= 4
+    key = tl.maximum(key, 0x007FFFFF)  # that of -inf
+    bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def _mass(
+    row, line_maxima, maximum, cut, n_vocab, n_load, temperature, BLOCK: tl.constexpr, STATS: tl.constexpr
+):  # fmt: skip
+    mass = tl.zeros([BLOCK], tl.float32)
+    start = 0
+    while start < n_vocab:
+        if _scaled(tl.load(line_maxima + start // STATS), maximum, temperature) >= cut:
+            z = _scaled(_load_logits(row, start + tl.arange(0, BLOCK), n_vocab, n_load), maximum, temperature)
+            mass += tl.where(z >= cut, tl.exp(z), 0.0)
+        start += BLOCK
+    return tl.sum(mass, 0)
+
+
+@jit
+def _threshold_kernel(
+    target, n_drafted, lengths, limits, maxima, cuts, masses, target_batch, target_row, n_lines, n_vocab, n_load, n_blocks,
+    temperature, top_k, top_p, min_cut,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    sequence, slot = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    if _idle(sequence, slot, n_drafted, lengths, limits):
+        return
+    line = sequence * n_lines + slot
+    row = target + sequence * target_batch + slot * target_row
+    line_maxima = maxima + line * n_blocks
+    blocks = tl.arange(0, BLOCKS)
+    maximum = tl.max(tl.load(line_maxima + blocks, mask=blocks < n_blocks, other=-float("inf")), 0)
+    cut = maximum * 0.0 - float("inf")
+    if TOP_K:
+        cut = _descend(row, line_maxima, maximum, cut, top_k, n_vocab, n_load, temperature, True, BLOCK, STATS)
+    if TOP_P:
+        limit = top_p * _mass(row, line_maxima, maximum, cut, n_vocab, n_load, temperature, BLOCK, STATS)
+        cut_p = _descend(row, line_maxima, maximum, cut, limit, n_vocab, n_load, temperature, False, BLOCK, STATS)
+        cut = tl.maximum(cut, cut_p)
+    cut = tl.maximum(cut, min_cut)
+    tl.store(cuts + line, cut)
+    tl.store(masses + line, _mass(row, line_maxima, maximum, cut, n_vocab, n_load, temperature, BLOCK, STATS))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -189,12 +432,13 @@ def sample_token_ref(
     min_p: float = 0.0,
     stream: int = SAMPLE,
     rounds: torch.Tensor | None = None,
+    keep_law: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Draw the token at `index` of each row.
 
     logits (N, V) after penalty and bias; seeds, index, rounds (N,) int64 -> tokens (N,) int64, their log-probabilities
-    (N,) under the law they were drawn from (at temperature 0: log_softmax of the logits), and that law as processed
-    logits (N, V), None at temperature 0, where it is one-hot.
+    (N,) under the law they were drawn from (at temperature 0: log_softmax of the logits), and, with keep_law, that law as
+    processed logits (N, V); None otherwise and at temperature 0, where it is one-hot.
     """
     logits = full_precision(logits)
     if temperature == 0:
@@ -203,7 +447,7 @@ def sample_token_ref(
     processed = process_logits_ref(logits, temperature, top_k, top_p, min_p)
     rounds = torch.zeros_like(index) if rounds is None else rounds
     tokens = race(processed.softmax(-1), seeds, index, stream, rounds)
-    return tokens, _log_prob(processed, tokens), processed
+    return tokens, _log_prob(processed, tokens), processed if keep_law else None
 
 
 def _log_prob(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -211,9 +455,17 @@ def _log_prob(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def sample_token(
-    logits, seeds, index, temperature, top_k=0, top_p=1.0, min_p=0.0, stream=SAMPLE, rounds=None, impl: str = "auto"
-):
-    return sample_token_ref(logits, seeds, index, temperature, top_k, top_p, min_p, stream, rounds)
+    logits, seeds, index, temperature, top_k=0, top_p=1.0, min_p=0.0, stream=SAMPLE, rounds=None, keep_law=False,
+    impl: str = "auto",
+):  # fmt: skip
+    """sample_token_ref; on the device it is accept_draft without drafts."""
+    if not on_triton(impl, logits):
+        return sample_token_ref(logits, seeds, index, temperature, top_k, top_p, min_p, stream, rounds, keep_law)
+    law = torch.empty(logits.shape, device=logits.device) if keep_law and temperature > 0 else None
+    tokens, _, log_probs = _judge(
+        logits[:, None], None, None, None, seeds, index, rounds, temperature, top_k, top_p, min_p, True, stream, None, law
+    )
+    return tokens[:, 0], log_probs[:, 0], law
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -311,30 +563,6 @@ class RowState(NamedTuple):
     last: torch.Tensor  # (B, 2): the last two committed tokens
 
 
-def accept_draft(
-    target_logits, draft_logits, draft_tokens, n_drafted, seeds, index, rounds, temperature,
-    top_k=0, top_p=1.0, min_p=0.0, verify="rejection", state: RowState | None = None, impl: str = "auto",
-):  # fmt: skip
-    """accept_draft_ref, then, where state is given, its commit: live rows advance, others get tokens of -1."""
-    tokens, n_accepted, log_probs = accept_draft_ref(
-        target_logits,
-        draft_logits,
-        draft_tokens,
-        n_drafted,
-        seeds,
-        index,
-        rounds,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        verify,
-    )
-    if state is not None:
-        tokens = commit_ref(state, tokens, n_accepted)
-    return tokens, n_accepted, log_probs
-
-
 def commit_ref(state: RowState, tokens: torch.Tensor, n_accepted: torch.Tensor) -> torch.Tensor:
     """Advance the live rows by n_accepted + 1 tokens of (B, K+1); returns tokens, -1 throughout in rows that are not live."""
     live = state.lengths < state.limits
@@ -344,6 +572,267 @@ def commit_ref(state: RowState, tokens: torch.Tensor, n_accepted: torch.Tensor) 
     state.lengths.add_(n_new)
     state.rounds.add_(live.long())
     return tokens.masked_fill(~live[:, None], -1)
+
+
+# The race of one row, spread over programs of 1024 ids, and the decision before it, which every program takes for itself from
+# the statistics of the rows: nothing waits for anything. The program that arrives last at the ticket holds all block winners.
+
+
+@jit
+def _pick(values, slots, slot):
+    return tl.sum(tl.where(slots == slot, values, 0.0), 0)
+
+
+@jit
+def _store_winner(scores, winners, at, score, ids):
+    best = tl.max(score, 0)
+    tl.store(scores + at, best)
+    tl.store(winners + at, tl.min(tl.where(score == best, ids, 2147483647), 0))
+
+
+@jit
+def _winner(scores, winners, first, n_races, RACES: tl.constexpr):
+    """Best score of all blocks and its token, the lowest id where scores are equal; -1 where no token was alive."""
+    races = tl.arange(0, RACES)
+    score = tl.load(scores + first + races, mask=races < n_races, other=-2.0)
+    best = tl.max(score, 0)
+    token = tl.load(winners + first + races, mask=races < n_races, other=2147483647)
+    return best, tl.min(tl.where(score == best, token, 2147483647), 0).to(tl.int64)
+
+
+@jit
+def _log_prob_at(row, token, maximum, mass, temperature):
+    x = tl.load(row + token).to(tl.float32)
+    return _scaled(x, maximum, temperature) - tl.log(mass)
+
+
+@jit
+def _commit(lengths, state_rounds, last, sequence, n, token, before):
+    """commit_ref for a live row: n drafts and the token, of which `before` is the last draft."""
+    if lengths is not None:
+        tl.store(lengths + sequence, tl.load(lengths + sequence) + n + 1)
+        tl.store(state_rounds + sequence, tl.load(state_rounds + sequence) + 1)
+        if n == 0:
+            before = tl.load(last + sequence * 2 + 1)
+        tl.store(last + sequence * 2, before)
+        tl.store(last + sequence * 2 + 1, token)
+
+
+@jit
+def _accept_kernel(
+    target, draft, draft_tokens, n_drafted, seeds, index, rounds, lengths, limits, state_rounds, last,
+    maxima, sums, best, cuts, masses, scores, winners, ticket, tokens, n_accepted, log_probs, law,
+    target_batch, target_row, draft_batch, draft_row, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, n_races,
+    temperature, STREAM: tl.constexpr, GREEDY: tl.constexpr, OWN: tl.constexpr, CUT: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, RACES: tl.constexpr,
+):  # fmt: skip
+    """GREEDY: no race. OWN: every slot races with stream STREAM and a draft is accepted while it is the slot's own token."""
+    sequence, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    race_slot = tl.program_id(2).to(tl.int64)
+    slots = tl.arange(0, SLOTS)
+    outs = sequence * n_slots + slots
+    if _idle(sequence, race_slot * 0, None, lengths, limits):
+        if block + race_slot == 0:
+            tl.store(tokens + outs, slots.to(tl.int64) * 0 - 1, mask=slots < n_slots)
+            tl.store(log_probs + outs, slots * 0.0, mask=slots < n_slots)
+            tl.store(n_accepted + sequence, race_slot * 0)
+        return
+
+    drafted = race_slot * 0
+    if n_drafted is not None:
+        drafted = tl.load(n_drafted + sequence)
+    offered = slots < drafted
+    lines = sequence * n_lines + slots
+    maximum, mass, cut = _row_laws(
+        maxima, sums, cuts, masses, lines, slots <= drafted, n_blocks, temperature, BLOCKS, CUT
+    )
+    proposed = slots.to(tl.int64) * 0
+    if draft_tokens is not None:
+        proposed = tl.load(draft_tokens + sequence * (n_slots - 1) + slots, mask=offered, other=0)
+    rows = target + sequence * target_batch
+
+    if GREEDY:
+        blocks = tl.arange(0, BLOCKS)[None, :]
+        at, known = lines[:, None] * n_blocks + blocks, (slots <= drafted)[:, None] & (blocks < n_blocks)
+        block_max = tl.load(maxima + at, mask=known, other=-float("inf"))
+        block_best = tl.load(best + at, mask=known, other=2147483647)
+        own = tl.min(tl.where(block_max == maximum[:, None], block_best, 2147483647), 1).to(tl.int64)
+        n = tl.min(tl.where((own == proposed) & offered, SLOTS, slots), 0).to(tl.int64)
+        x = tl.load(rows + slots * target_row + own, mask=slots <= n, other=0.0).to(tl.float32)
+        tl.store(tokens + outs, tl.where(slots <= n, own, -1), mask=slots < n_slots)
+        tl.store(log_probs + outs, tl.where(slots <= n, x - maximum - tl.log(mass), 0.0), mask=slots < n_slots)
+        tl.store(n_accepted + sequence, n)
+        if lengths is not None:
+            token, before = tl.sum(tl.where(slots == n, own, 0), 0), tl.sum(tl.where(slots == n - 1, own, 0), 0)
+            _commit(lengths, state_rounds, last, sequence, n, token, before)
+        return
+
+    seed, first, round = tl.load(seeds + sequence), tl.load(index + sequence), race_slot * 0
+    if rounds is not None:
+        round = tl.load(rounds + sequence)
+    n = race_slot
+    fell = drafted < 0
+    stream = STREAM
+    if not OWN:
+        x = tl.load(rows + slots * target_row + proposed, mask=offered, other=0.0).to(tl.float32)
+        z, target_prob = _law(x, maximum, mass, cut, temperature)
+        draft_prob = slots * 0.0 + 1.0
+        if draft is not None:
+            draft_max, draft_mass, draft_cut = _row_laws(
+                maxima, sums, None, None, lines + n_slots, offered, n_blocks, 1.0, BLOCKS, False
+            )
+            x = tl.load(
+                draft + sequence * draft_batch + slots * draft_row + proposed, mask=offered, other=0.0
+            ).to(tl.float32)  # fmt: skip
+            _, draft_prob = _law(x, draft_max, draft_mass, draft_cut, 1.0)
+        accepted = (_uniform(seed, first + slots, round) * draft_prob < target_prob) & offered
+        n = tl.min(tl.where(accepted, SLOTS, slots), 0).to(tl.int64)
+        fell = n < drafted
+        round = tl.where(fell, round, 0)  # the bonus is a plain token: stream SAMPLE, round 0
+        stream = tl.where(fell, 3, 0)
+        if block == 0:  # all slots but the one that is drawn
+            others = (slots < n_slots) & (slots != n)
+            tl.store(tokens + outs, tl.where(slots < n, proposed, -1), mask=others)
+            tl.store(log_probs + outs, tl.where(slots < n, z - tl.log(mass), 0.0), mask=others)
+            tl.store(n_accepted + sequence, n)
+
+    # one block of the race
+    if n <= drafted:
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        x = _load_logits(rows + n * target_row, ids, n_vocab, n_load)
+        floor = _pick(cut, slots, n)
+        z, prob = _law(x, _pick(maximum, slots, n), _pick(mass, slots, n), floor, temperature)
+        if law is not None:
+            tl.store(law + sequence * n_vocab + ids, tl.where(z >= floor, z, -float("inf")), mask=ids < n_vocab)
+        race = ((sequence * tl.num_programs(2) + race_slot) * 2) * n_races + block
+        speed = tl.zeros([BLOCK], tl.float64)
+        if tl.max(prob, 0) > 0:  # or no token of this block can be drawn: no noise
+            speed = _speed(seed, block * BLOCK, first + n, stream, round, BLOCK)
+        _store_winner(scores, winners, race, tl.where(prob > 0, prob.to(tl.float64) * speed, -1.0), ids)
+        if not OWN:
+            residual = prob
+            if fell:
+                if draft is None:
+                    residual = tl.where(ids == tl.sum(tl.where(slots == n, proposed, 0), 0), 0.0, prob)
+                else:
+                    x = _load_logits(draft + sequence * draft_batch + n * draft_row, ids, n_vocab, n_load_draft)
+                    _, other = _law(x, _pick(draft_max, slots, n), _pick(draft_mass, slots, n), -float("inf"), 1.0)
+                    residual = tl.where(prob > other, prob - other, 0.0)
+            score = tl.where(residual > 0, residual.to(tl.float64) * speed, -1.0)
+            _store_winner(scores, winners, race + n_races, score, ids)
+
+    # the last to arrive decides
+    tl.debug_barrier()
+    n_programs = tl.num_programs(1) * tl.num_programs(2)
+    if tl.atomic_add(ticket + sequence, 1, sem="acq_rel", scope="gpu") < n_programs - 1:
+        return
+    if OWN:
+        slot, before, token = race_slot * 0, race_slot * 0, race_slot * 0
+        going = slot == 0
+        while going:
+            before = token
+            _, token = _winner(
+                scores, winners, (sequence * tl.num_programs(2) + slot) * 2 * n_races, n_races, RACES
+            )
+            log_prob = _log_prob_at(
+                rows + slot * target_row, token, _pick(maximum, slots, slot), _pick(mass, slots, slot), temperature
+            )
+            tl.store(tokens + sequence * n_slots + slot, token)
+            tl.store(log_probs + sequence * n_slots + slot, log_prob)
+            going = (slot < drafted) & (tl.sum(tl.where(slots == slot, proposed, 0), 0) == token)
+            slot += 1
+        n = slot - 1
+        behind = (slots > n) & (slots < n_slots)
+        tl.store(tokens + outs, slots.to(tl.int64) * 0 - 1, mask=behind)
+        tl.store(log_probs + outs, slots * 0.0, mask=behind)
+        tl.store(n_accepted + sequence, n)
+    else:
+        first_race = sequence * 2 * n_races
+        score, token = _winner(scores, winners, first_race + n_races, n_races, RACES)
+        if score < 0:  # no residual anywhere: the target's law, with the same noise
+            score, token = _winner(scores, winners, first_race, n_races, RACES)
+        log_prob = _log_prob_at(
+            rows + n * target_row, token, _pick(maximum, slots, n), _pick(mass, slots, n), temperature
+        )
+        tl.store(tokens + sequence * n_slots + n, token)
+        tl.store(log_probs + sequence * n_slots + n, log_prob)
+        before = tl.sum(tl.where(slots == n - 1, proposed, 0), 0)
+    _commit(lengths, state_rounds, last, sequence, n, token, before)
+
+
+def _judge(
+    target, draft, draft_tokens, n_drafted, seeds, index, rounds, temperature, top_k, top_p, min_p, own, stream, state, law
+):  # fmt: skip
+    """Statistics, cuts where there are filters, then the decision and the race: two launches, three with filters."""
+    n_rows, n_slots, n_vocab = target.shape
+    device, greedy = target.device, temperature == 0
+    draft = None if own or greedy else draft
+    target, n_load = _readable(target)
+    draft, n_load_draft = (None, 0) if draft is None else _readable(draft)
+    strides = (*target.stride()[:2], *((0, 0) if draft is None else draft.stride()[:2]))
+    n_lines = n_slots if draft is None else 2 * n_slots - 1
+    n_blocks, n_races = triton.cdiv(n_vocab, STATS_BLOCK), triton.cdiv(n_vocab, RACE_BLOCK)
+    blocks = max(16, triton.next_power_of_2(n_blocks))
+    temperature = 1.0 if greedy else max(float(temperature), torch.finfo(torch.float32).tiny)
+    top_k, top_p = (0, 1.0) if greedy else (top_k if top_k < n_vocab else 0, max(float(top_p), torch.finfo(torch.float32).tiny))
+    filtered = not greedy and (top_k > 0 or top_p < 1 or min_p > 0)
+    lengths, limits, state_rounds, last = (None,) * 4 if state is None else state
+    n_drafted, draft_tokens = (None, None) if n_slots == 1 else (n_drafted, draft_tokens.contiguous())
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    maxima, sums = empty(n_rows, n_lines, n_blocks), empty(n_rows, n_lines, n_blocks)
+    best, ticket = empty(n_rows, n_lines, n_blocks, dtype=torch.int32), empty(n_rows, dtype=torch.int32)
+    tokens, n_accepted = empty(n_rows, n_slots, dtype=torch.int64), empty(n_rows, dtype=torch.int64)
+    log_probs = empty(n_rows, n_slots)
+    _stats_kernel[n_rows, n_lines, n_blocks](
+        target, draft, n_drafted, lengths, limits, maxima, sums, best, ticket,
+        *strides, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, temperature, STATS_BLOCK,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    cuts = masses = None
+    if filtered:
+        cuts, masses = empty(n_rows, n_lines), empty(n_rows, n_lines)
+        _threshold_kernel[n_rows, n_slots](
+            target, n_drafted, lengths, limits, maxima, cuts, masses, *strides[:2], n_lines, n_vocab, n_load, n_blocks,
+            temperature, float(top_k), top_p, math.log(min_p) if min_p > 0 else -math.inf,
+            top_k > 0, top_p < 1, RACE_BLOCK, blocks, STATS_BLOCK,
+            num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+    n_racing = 1 if greedy or not own else n_slots  # slots of a sequence that race
+    scores = winners = None
+    if not greedy:
+        scores = empty(n_rows, n_racing, 2, n_races, dtype=torch.float64)
+        winners = empty(n_rows, n_racing, 2, n_races, dtype=torch.int32)
+    _accept_kernel[n_rows, 1 if greedy else n_races, n_racing](
+        target, draft, draft_tokens, n_drafted, seeds, index, rounds, lengths, limits, state_rounds, last,
+        maxima, sums, best, cuts, masses, scores, winners, ticket, tokens, n_accepted, log_probs, law,
+        *strides, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, n_races,
+        temperature, stream, greedy, own, filtered,
+        max(16, triton.next_power_of_2(n_slots)), blocks, RACE_BLOCK, triton.next_power_of_2(n_races),
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return tokens, n_accepted, log_probs
+
+
+def accept_draft(
+    target_logits, draft_logits, draft_tokens, n_drafted, seeds, index, rounds, temperature,
+    top_k=0, top_p=1.0, min_p=0.0, verify="rejection", state: RowState | None = None, impl: str = "auto",
+):  # fmt: skip
+    """accept_draft_ref, then, where state is given, its commit: live rows advance, others get tokens of -1, none accepted.
+
+    Log-probabilities behind the last token are unspecified.
+    """
+    args = (target_logits, draft_logits, draft_tokens, n_drafted, seeds, index, rounds, temperature, top_k, top_p, min_p)
+    if on_triton(impl, target_logits):
+        own = verify == "coupled" or target_logits.shape[1] == 1
+        return _judge(*args[:6], None if own else rounds, *args[7:], own, SAMPLE, state, None)
+    tokens, n_accepted, log_probs = accept_draft_ref(*args, verify)
+    if state is not None:
+        tokens = commit_ref(state, tokens, n_accepted)
+        n_accepted = n_accepted.masked_fill(tokens[:, 0] < 0, 0)
+    return tokens, n_accepted, log_probs
 
 
 # ----------------------------------------------------------------------------------------------------------------------
