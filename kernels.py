@@ -121,7 +121,7 @@ def race(probs: torch.Tensor, seeds: torch.Tensor, index: torch.Tensor, stream: 
 def _uniform(seed, index, round):
     """accept_uniform on the device; index may be a block."""
     zero = index.to(tl.int32) * 0
-    word, _, _, _ = tl.philox(seed, zero, index.to(tl.int32), zero + 2, zero + round.to(tl.int32))
+    word = tl.philox(seed, zero, index.to(tl.int32), zero + 2, zero + round.to(tl.int32))[0]
     u = (word >> 16).to(tl.float32) * 2.0**-16 + (word & 0xFFFF).to(tl.float32) * 2.0**-32
     return tl.minimum(u, 1.0 - 2.0**-24)
 
@@ -584,20 +584,30 @@ def _pick(values, slots, slot):
 
 
 @jit
-def _store_winner(scores, winners, at, score, ids):
-    best = tl.max(score, 0)
-    tl.store(scores + at, best)
-    tl.store(winners + at, tl.min(tl.where(score == best, ids, 2147483647), 0))
+def _rank(residual, prob, speed):
+    """int64 that orders as the race does: tokens of the residual, below them those of the law, below them the dead.
+
+    So one race serves both, and the law wins only where no block has a residual. Bits of positive floats order as integers.
+    """
+    law = (prob.to(tl.float64) * speed).to(tl.int64, bitcast=True)
+    corrected = (residual.to(tl.float64) * speed).to(tl.int64, bitcast=True)
+    lowest = -(2**63)
+    return tl.where(residual > 0, corrected, tl.where(prob > 0, law + lowest, lowest))
 
 
 @jit
-def _winner(scores, winners, first, n_races, RACES: tl.constexpr):
-    """Best score of all blocks and its token, the lowest id where scores are equal; -1 where no token was alive."""
+def _winner(rank, ids):
+    """The best rank and its token, the lowest id where ranks are equal."""
+    best = tl.max(rank, 0)
+    return best, tl.min(tl.where(rank == best, ids, 2147483647), 0)
+
+
+@jit
+def _last_winner(ranks, winners, first, n_races, RACES: tl.constexpr):
     races = tl.arange(0, RACES)
-    score = tl.load(scores + first + races, mask=races < n_races, other=-2.0)
-    best = tl.max(score, 0)
-    token = tl.load(winners + first + races, mask=races < n_races, other=2147483647)
-    return best, tl.min(tl.where(score == best, token, 2147483647), 0).to(tl.int64)
+    inside = races < n_races
+    rank = tl.load(ranks + first + races, mask=inside, other=-(2**63))
+    return _winner(rank, tl.load(winners + first + races, mask=inside, other=2147483647))[1].to(tl.int64)
 
 
 @jit
@@ -619,77 +629,96 @@ def _commit(lengths, state_rounds, last, sequence, n, token, before):
 
 
 @jit
+def _close_row(tokens, n_accepted, log_probs, sequence, n_slots, slots):
+    """A row that has ended: no token."""
+    outs = sequence * n_slots + slots
+    tl.store(tokens + outs, slots.to(tl.int64) * 0 - 1, mask=slots < n_slots)
+    tl.store(log_probs + outs, slots * 0.0, mask=slots < n_slots)
+    tl.store(n_accepted + sequence, sequence * 0)
+
+
+@jit
+def _greedy_kernel(
+    target, draft_tokens, n_drafted, lengths, limits, state_rounds, last, maxima, sums, best, tokens, n_accepted, log_probs,
+    target_batch, target_row, n_slots, n_blocks, SLOTS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Temperature 0: the best ids of the blocks decide, there is no race."""
+    sequence = tl.program_id(0).to(tl.int64)
+    slots = tl.arange(0, SLOTS)
+    if _idle(sequence, sequence * 0, None, lengths, limits):
+        _close_row(tokens, n_accepted, log_probs, sequence, n_slots, slots)
+        return
+    drafted, proposed = sequence * 0, slots.to(tl.int64) * 0
+    if draft_tokens is not None:
+        drafted = tl.load(n_drafted + sequence)
+        proposed = tl.load(draft_tokens + sequence * (n_slots - 1) + slots, mask=slots < drafted, other=0)
+    lines, used, blocks = sequence * n_slots + slots, slots <= drafted, tl.arange(0, BLOCKS)[None, :]
+    maximum, mass, _ = _row_laws(maxima, sums, None, None, lines, used, n_blocks, 1.0, BLOCKS, False)
+    at, mask = lines[:, None] * n_blocks + blocks, used[:, None] & (blocks < n_blocks)
+    is_best = tl.load(maxima + at, mask=mask, other=0.0) == maximum[:, None]
+    ids = tl.where(is_best & mask, tl.load(best + at, mask=mask, other=0), 2147483647)
+    own = tl.min(ids, 1).to(tl.int64)
+    n = tl.min(tl.where((own == proposed) & (slots < drafted), SLOTS, slots), 0).to(tl.int64)
+    x = tl.load(target + sequence * target_batch + slots * target_row + own, mask=slots <= n, other=0.0).to(tl.float32)
+    tl.store(tokens + lines, tl.where(slots <= n, own, -1), mask=slots < n_slots)
+    tl.store(log_probs + lines, tl.where(slots <= n, x - maximum - tl.log(mass), 0.0), mask=slots < n_slots)
+    tl.store(n_accepted + sequence, n)
+    if lengths is not None:
+        token, before = tl.sum(tl.where(slots == n, own, 0), 0), tl.sum(tl.where(slots == n - 1, own, 0), 0)
+        _commit(lengths, state_rounds, last, sequence, n, token, before)
+
+
+@jit
 def _accept_kernel(
     target, draft, draft_tokens, n_drafted, seeds, index, rounds, lengths, limits, state_rounds, last,
-    maxima, sums, best, cuts, masses, scores, winners, ticket, tokens, n_accepted, log_probs, law,
+    maxima, sums, cuts, masses, ranks, winners, ticket, tokens, n_accepted, log_probs, law,
     target_batch, target_row, draft_batch, draft_row, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, n_races,
-    temperature, STREAM: tl.constexpr, GREEDY: tl.constexpr, OWN: tl.constexpr, CUT: tl.constexpr,
+    temperature, STREAM: tl.constexpr, OWN: tl.constexpr, CUT: tl.constexpr,
     SLOTS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, RACES: tl.constexpr,
 ):  # fmt: skip
-    """GREEDY: no race. OWN: every slot races with stream STREAM and a draft is accepted while it is the slot's own token."""
+    """OWN: every slot races, with stream STREAM, and a draft is accepted while it is the slot's own token. Else rejection."""
     sequence, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    race_slot = tl.program_id(2).to(tl.int64)
+    race_slot, n_racing = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     slots = tl.arange(0, SLOTS)
     outs = sequence * n_slots + slots
     if _idle(sequence, race_slot * 0, None, lengths, limits):
         if block + race_slot == 0:
-            tl.store(tokens + outs, slots.to(tl.int64) * 0 - 1, mask=slots < n_slots)
-            tl.store(log_probs + outs, slots * 0.0, mask=slots < n_slots)
-            tl.store(n_accepted + sequence, race_slot * 0)
+            _close_row(tokens, n_accepted, log_probs, sequence, n_slots, slots)
         return
 
+    # what each slot's law is, and what was drafted there
     drafted = race_slot * 0
-    if n_drafted is not None:
+    if draft_tokens is not None:
         drafted = tl.load(n_drafted + sequence)
-    offered = slots < drafted
+        draft_tokens += sequence * (n_slots - 1)
     lines = sequence * n_lines + slots
     maximum, mass, cut = _row_laws(
         maxima, sums, cuts, masses, lines, slots <= drafted, n_blocks, temperature, BLOCKS, CUT
     )
-    proposed = slots.to(tl.int64) * 0
-    if draft_tokens is not None:
-        proposed = tl.load(draft_tokens + sequence * (n_slots - 1) + slots, mask=offered, other=0)
-    rows = target + sequence * target_batch
-
-    if GREEDY:
-        blocks = tl.arange(0, BLOCKS)[None, :]
-        at, known = lines[:, None] * n_blocks + blocks, (slots <= drafted)[:, None] & (blocks < n_blocks)
-        block_max = tl.load(maxima + at, mask=known, other=-float("inf"))
-        block_best = tl.load(best + at, mask=known, other=2147483647)
-        own = tl.min(tl.where(block_max == maximum[:, None], block_best, 2147483647), 1).to(tl.int64)
-        n = tl.min(tl.where((own == proposed) & offered, SLOTS, slots), 0).to(tl.int64)
-        x = tl.load(rows + slots * target_row + own, mask=slots <= n, other=0.0).to(tl.float32)
-        tl.store(tokens + outs, tl.where(slots <= n, own, -1), mask=slots < n_slots)
-        tl.store(log_probs + outs, tl.where(slots <= n, x - maximum - tl.log(mass), 0.0), mask=slots < n_slots)
-        tl.store(n_accepted + sequence, n)
-        if lengths is not None:
-            token, before = tl.sum(tl.where(slots == n, own, 0), 0), tl.sum(tl.where(slots == n - 1, own, 0), 0)
-            _commit(lengths, state_rounds, last, sequence, n, token, before)
-        return
-
     seed, first, round = tl.load(seeds + sequence), tl.load(index + sequence), race_slot * 0
     if rounds is not None:
         round = tl.load(rounds + sequence)
-    n = race_slot
-    fell = drafted < 0
-    stream = STREAM
+    target += sequence * target_batch
+
+    # how many drafts are accepted
+    n, fell, stream = race_slot, drafted < 0, STREAM
     if not OWN:
-        x = tl.load(rows + slots * target_row + proposed, mask=offered, other=0.0).to(tl.float32)
+        offered = slots < drafted
+        proposed = tl.load(draft_tokens + slots, mask=offered, other=0)
+        x = tl.load(target + slots * target_row + proposed, mask=offered, other=0.0).to(tl.float32)
         z, target_prob = _law(x, maximum, mass, cut, temperature)
         draft_prob = slots * 0.0 + 1.0
         if draft is not None:
+            draft += sequence * draft_batch
             draft_max, draft_mass, draft_cut = _row_laws(
                 maxima, sums, None, None, lines + n_slots, offered, n_blocks, 1.0, BLOCKS, False
             )
-            x = tl.load(
-                draft + sequence * draft_batch + slots * draft_row + proposed, mask=offered, other=0.0
-            ).to(tl.float32)  # fmt: skip
-            _, draft_prob = _law(x, draft_max, draft_mass, draft_cut, 1.0)
+            draft_x = tl.load(draft + slots * draft_row + proposed, mask=offered, other=0.0).to(tl.float32)
+            draft_prob = _law(draft_x, draft_max, draft_mass, draft_cut, 1.0)[1]
         accepted = (_uniform(seed, first + slots, round) * draft_prob < target_prob) & offered
         n = tl.min(tl.where(accepted, SLOTS, slots), 0).to(tl.int64)
         fell = n < drafted
-        round = tl.where(fell, round, 0)  # the bonus is a plain token: stream SAMPLE, round 0
-        stream = tl.where(fell, 3, 0)
+        stream, round = tl.where(fell, 3, 0), tl.where(fell, round, 0)  # the bonus is a plain token
         if block == 0:  # all slots but the one that is drawn
             others = (slots < n_slots) & (slots != n)
             tl.store(tokens + outs, tl.where(slots < n, proposed, -1), mask=others)
@@ -697,66 +726,63 @@ def _accept_kernel(
             tl.store(n_accepted + sequence, n)
 
     # one block of the race
+    row_max, row_mass, row_cut = _pick(maximum, slots, n), _pick(mass, slots, n), _pick(cut, slots, n)
+    race = (sequence * n_racing + race_slot) * n_races
     if n <= drafted:
         ids = block * BLOCK + tl.arange(0, BLOCK)
-        x = _load_logits(rows + n * target_row, ids, n_vocab, n_load)
-        floor = _pick(cut, slots, n)
-        z, prob = _law(x, _pick(maximum, slots, n), _pick(mass, slots, n), floor, temperature)
+        scaled, prob = _law(
+            _load_logits(target + n * target_row, ids, n_vocab, n_load), row_max, row_mass, row_cut, temperature
+        )
         if law is not None:
-            tl.store(law + sequence * n_vocab + ids, tl.where(z >= floor, z, -float("inf")), mask=ids < n_vocab)
-        race = ((sequence * tl.num_programs(2) + race_slot) * 2) * n_races + block
+            kept = tl.where(scaled >= row_cut, scaled, -float("inf"))
+            tl.store(law + sequence * n_vocab + ids, kept, mask=ids < n_vocab)
         speed = tl.zeros([BLOCK], tl.float64)
-        if tl.max(prob, 0) > 0:  # or no token of this block can be drawn: no noise
+        if tl.max(prob, 0) > 0:  # else no token of this block can be drawn: no noise
             speed = _speed(seed, block * BLOCK, first + n, stream, round, BLOCK)
-        _store_winner(scores, winners, race, tl.where(prob > 0, prob.to(tl.float64) * speed, -1.0), ids)
+        residual = prob
         if not OWN:
-            residual = prob
             if fell:
                 if draft is None:
-                    residual = tl.where(ids == tl.sum(tl.where(slots == n, proposed, 0), 0), 0.0, prob)
+                    residual = tl.where(ids == tl.load(draft_tokens + n), 0.0, prob)
                 else:
-                    x = _load_logits(draft + sequence * draft_batch + n * draft_row, ids, n_vocab, n_load_draft)
-                    _, other = _law(x, _pick(draft_max, slots, n), _pick(draft_mass, slots, n), -float("inf"), 1.0)
+                    other = _load_logits(draft + n * draft_row, ids, n_vocab, n_load_draft)
+                    other = _law(other, _pick(draft_max, slots, n), _pick(draft_mass, slots, n), -float("inf"), 1.0)[1]
                     residual = tl.where(prob > other, prob - other, 0.0)
-            score = tl.where(residual > 0, residual.to(tl.float64) * speed, -1.0)
-            _store_winner(scores, winners, race + n_races, score, ids)
+        rank, winner = _winner(_rank(residual, prob, speed), ids)
+        tl.store(ranks + race + block, rank)
+        tl.store(winners + race + block, winner)
 
-    # the last to arrive decides
+    # the last to arrive has all winners before it
     tl.debug_barrier()
-    n_programs = tl.num_programs(1) * tl.num_programs(2)
-    if tl.atomic_add(ticket + sequence, 1, sem="acq_rel", scope="gpu") < n_programs - 1:
+    if tl.atomic_add(ticket + sequence, 1, sem="acq_rel", scope="gpu") < tl.num_programs(1) * n_racing - 1:
         return
+    token, before = race_slot * 0, race_slot * 0
     if OWN:
-        slot, before, token = race_slot * 0, race_slot * 0, race_slot * 0
-        going = slot == 0
+        n = race_slot * 0 - 1
+        going = drafted >= 0
         while going:
-            before = token
-            _, token = _winner(
-                scores, winners, (sequence * tl.num_programs(2) + slot) * 2 * n_races, n_races, RACES
-            )
+            n, before = n + 1, token
+            token = _last_winner(ranks, winners, (sequence * n_racing + n) * n_races, n_races, RACES)
             log_prob = _log_prob_at(
-                rows + slot * target_row, token, _pick(maximum, slots, slot), _pick(mass, slots, slot), temperature
+                target + n * target_row, token, _pick(maximum, slots, n), _pick(mass, slots, n), temperature
             )
-            tl.store(tokens + sequence * n_slots + slot, token)
-            tl.store(log_probs + sequence * n_slots + slot, log_prob)
-            going = (slot < drafted) & (tl.sum(tl.where(slots == slot, proposed, 0), 0) == token)
-            slot += 1
-        n = slot - 1
+            tl.store(tokens + sequence * n_slots + n, token)
+            tl.store(log_probs + sequence * n_slots + n, log_prob)
+            going = n < drafted
+            if draft_tokens is not None:
+                going = going & (tl.load(draft_tokens + n, mask=going, other=-1) == token)
         behind = (slots > n) & (slots < n_slots)
         tl.store(tokens + outs, slots.to(tl.int64) * 0 - 1, mask=behind)
         tl.store(log_probs + outs, slots * 0.0, mask=behind)
         tl.store(n_accepted + sequence, n)
     else:
-        first_race = sequence * 2 * n_races
-        score, token = _winner(scores, winners, first_race + n_races, n_races, RACES)
-        if score < 0:  # no residual anywhere: the target's law, with the same noise
-            score, token = _winner(scores, winners, first_race, n_races, RACES)
-        log_prob = _log_prob_at(
-            rows + n * target_row, token, _pick(maximum, slots, n), _pick(mass, slots, n), temperature
-        )
+        token = _last_winner(ranks, winners, race, n_races, RACES)
         tl.store(tokens + sequence * n_slots + n, token)
-        tl.store(log_probs + sequence * n_slots + n, log_prob)
-        before = tl.sum(tl.where(slots == n - 1, proposed, 0), 0)
+        tl.store(
+            log_probs + sequence * n_slots + n,
+            _log_prob_at(target + n * target_row, token, row_max, row_mass, temperature),
+        )
+        before = tl.load(draft_tokens + n - 1, mask=n > 0, other=0)
     _commit(lengths, state_rounds, last, sequence, n, token, before)
 
 
@@ -789,7 +815,7 @@ def _judge(
     _stats_kernel[n_rows, n_lines, n_blocks](
         target, draft, n_drafted, lengths, limits, maxima, sums, best, ticket,
         *strides, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, temperature, STATS_BLOCK,
-        enable_fp_fusion=False,
+        num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     cuts = masses = None
     if filtered:
@@ -800,18 +826,22 @@ def _judge(
             top_k > 0, top_p < 1, RACE_BLOCK, blocks, STATS_BLOCK,
             num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
-    n_racing = 1 if greedy or not own else n_slots  # slots of a sequence that race
-    scores = winners = None
-    if not greedy:
-        scores = empty(n_rows, n_racing, 2, n_races, dtype=torch.float64)
-        winners = empty(n_rows, n_racing, 2, n_races, dtype=torch.int32)
-    _accept_kernel[n_rows, 1 if greedy else n_races, n_racing](
+    n_slots_wide = max(16, triton.next_power_of_2(n_slots))
+    if greedy:
+        _greedy_kernel[(n_rows,)](
+            target, draft_tokens, n_drafted, lengths, limits, state_rounds, last, maxima, sums, best,
+            tokens, n_accepted, log_probs, *strides[:2], n_slots, n_blocks, n_slots_wide, blocks, enable_fp_fusion=False,
+        )  # fmt: skip
+        return tokens, n_accepted, log_probs
+    n_racing = n_slots if own else 1  # slots of a sequence that race
+    ranks = empty(n_rows, n_racing, n_races, dtype=torch.int64)
+    winners = empty(n_rows, n_racing, n_races, dtype=torch.int32)
+    _accept_kernel[n_rows, n_races, n_racing](
         target, draft, draft_tokens, n_drafted, seeds, index, rounds, lengths, limits, state_rounds, last,
-        maxima, sums, best, cuts, masses, scores, winners, ticket, tokens, n_accepted, log_probs, law,
+        maxima, sums, cuts, masses, ranks, winners, ticket, tokens, n_accepted, log_probs, law,
         *strides, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, n_races,
-        temperature, stream, greedy, own, filtered,
-        max(16, triton.next_power_of_2(n_slots)), blocks, RACE_BLOCK, triton.next_power_of_2(n_races),
-        enable_fp_fusion=False,
+        temperature, stream, own, filtered, n_slots_wide, blocks, RACE_BLOCK, triton.next_power_of_2(n_races),
+        num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, n_accepted, log_probs
 
