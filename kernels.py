@@ -336,44 +336,40 @@ def _row_laws(
 # ----------------------------------------------------------------------------------------------------------------------
 # The cut of top-k, top-p and min-p, exact, ties kept, without a sort
 #
-#     key       order-preserving bits of the scaled logit; found four bits at a time, from the top: 16 pivots per reading
+#     key       order-preserving bits of the scaled logit; found three bits at a time, from the top: 8 pivots per reading
 #     top-k     the smallest key with fewer than k tokens above it
 #     top-p     the smallest key with less than top_p of the survivors' mass above it
 
 
 @jit
 def _key(z):
-    bits = tl.where(z == 0.0, 0.0, z).to(tl.uint32, bitcast=True)  # -0 is 0
-    return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    """31 bits, for z <= 0: the best token stands at 0. Both zeros have one key."""
+    return (z.to(tl.int32, bitcast=True) & 0x7FFFFFFF) ^ 0x7FFFFFFF
 
 
 @jit
 def _descend(
-    row, line_maxima, maximum, cut, limit, n_vocab, n_load, temperature,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr, STATS: tl.constexpr,
+    row, line_maxima, maximum, cut, limit, counting, n_vocab, n_load, temperature,
+    BLOCK: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
-    """The smallest scaled logit above which less than limit of the tokens at or above cut is left (COUNT: or of their mass)."""
-    key = tl.sum(tl.zeros([16], tl.uint32), 0)
-    nibbles = tl.arange(0, 16).to(tl.uint32)
-    shift = 28
+    """The smallest scaled logit with less than limit above it: of the tokens (counting), or of the mass, at or above cut."""
+    key, shift = 0, 28
     while shift >= 0:
-        low = ((1 << shift) - 1).to(tl.uint32)
-        pivots = key | (nibbles << shift.to(tl.uint32)) | low
-        above = tl.zeros([16, BLOCK], tl.float32)
+        low = (1 << shift) - 1
+        pivots = key + tl.minimum(tl.arange(0, 8) << shift, 0x7FFFFFFF - low - key) + low
+        above = tl.zeros([8, BLOCK], tl.float32)
         start = 0
         while start < n_vocab:
             block_max = _scaled(tl.load(line_maxima + start // STATS), maximum, temperature)
-            if _key(block_max) > (key | low):
+            if _key(block_max) > key + low:  # else nothing here is above the lowest pivot
                 z = _scaled(_load_logits(row, start + tl.arange(0, BLOCK), n_vocab, n_load), maximum, temperature)
-                weight = tl.where(z >= cut, 1.0 if COUNT else tl.exp(z), 0.0)
+                weight = tl.where(z >= cut, tl.where(counting, 1.0, tl.exp(z)), 0.0)
                 above += tl.where(_key(z)[None, :] > pivots[:, None], weight[None, :], 0.0)
             start += BLOCK
-        enough = tl.sum(above, 1) >= limit
-        key = key | (tl.sum(enough.to(tl.uint32), 0) << shift.to(tl.uint32))
-        shift -= 4
-    key = tl.maximum(key, 0x007FFFFF)  # that of -inf
-    bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
+        key += tl.sum((tl.sum(above, 1) >= limit).to(tl.int32), 0) << shift
+        shift = tl.where(shift == 1, 0, shift - 3)  # 28 .. 1, then the last bit
+    key = tl.maximum(key, 0x7FFFFF)  # that of -inf
+    return (key ^ -1).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -393,8 +389,7 @@ def _mass(
 @jit
 def _threshold_kernel(
     target, n_drafted, lengths, limits, maxima, cuts, masses, target_batch, target_row, n_lines, n_vocab, n_load, n_blocks,
-    temperature, top_k, top_p, min_cut,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STATS: tl.constexpr,
+    temperature, top_k, top_p, min_cut, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
     sequence, slot = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if _idle(sequence, slot, n_drafted, lengths, limits):
@@ -404,16 +399,20 @@ def _threshold_kernel(
     line_maxima = maxima + line * n_blocks
     blocks = tl.arange(0, BLOCKS)
     maximum = tl.max(tl.load(line_maxima + blocks, mask=blocks < n_blocks, other=-float("inf")), 0)
-    cut = maximum * 0.0 - float("inf")
-    if TOP_K:
-        cut = _descend(row, line_maxima, maximum, cut, top_k, n_vocab, n_load, temperature, True, BLOCK, STATS)
-    if TOP_P:
-        limit = top_p * _mass(row, line_maxima, maximum, cut, n_vocab, n_load, temperature, BLOCK, STATS)
-        cut_p = _descend(row, line_maxima, maximum, cut, limit, n_vocab, n_load, temperature, False, BLOCK, STATS)
-        cut = tl.maximum(cut, cut_p)
-    cut = tl.maximum(cut, min_cut)
+    cut, mass, stage = maximum * 0.0 - float("inf"), maximum * 0.0, 0
+    while stage < 3:  # top-k, top-p, min-p: a loop, so that the code of a search is there once
+        if stage == 2:
+            cut = tl.maximum(cut, min_cut)
+        if (stage == 2) | ((stage == 1) & (top_p < 1)):
+            mass = _mass(row, line_maxima, maximum, cut, n_vocab, n_load, temperature, BLOCK, STATS)
+        if ((stage == 0) & (top_k > 0)) | ((stage == 1) & (top_p < 1)):
+            limit = tl.where(stage == 0, top_k, top_p * mass)
+            cut = _descend(
+                row, line_maxima, maximum, cut, limit, stage == 0, n_vocab, n_load, temperature, BLOCK, STATS
+            )
+        stage += 1
     tl.store(cuts + line, cut)
-    tl.store(masses + line, _mass(row, line_maxima, maximum, cut, n_vocab, n_load, temperature, BLOCK, STATS))
+    tl.store(masses + line, mass)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -603,17 +602,15 @@ def _winner(rank, ids):
 
 
 @jit
-def _last_winner(ranks, winners, first, n_races, RACES: tl.constexpr):
+def _decide(ranks, winners, winner_log_probs, race, n_races, token_out, log_prob_out, BLOCK: tl.constexpr, RACES: tl.constexpr):
+    """The winner of a row's blocks, written out and returned."""
     races = tl.arange(0, RACES)
     inside = races < n_races
-    rank = tl.load(ranks + first + races, mask=inside, other=-(2**63))
-    return _winner(rank, tl.load(winners + first + races, mask=inside, other=2147483647))[1].to(tl.int64)
-
-
-@jit
-def _log_prob_at(row, token, maximum, mass, temperature):
-    x = tl.load(row + token).to(tl.float32)
-    return _scaled(x, maximum, temperature) - tl.log(mass)
+    rank = tl.load(ranks + race + races, mask=inside, other=-(2**63))
+    token = _winner(rank, tl.load(winners + race + races, mask=inside, other=2147483647))[1]
+    tl.store(token_out, token.to(tl.int64))
+    tl.store(log_prob_out, tl.load(winner_log_probs + race + token // BLOCK))
+    return token.to(tl.int64)
 
 
 @jit
@@ -671,7 +668,7 @@ def _greedy_kernel(
 @jit
 def _accept_kernel(
     target, draft, draft_tokens, n_drafted, seeds, index, rounds, lengths, limits, state_rounds, last,
-    maxima, sums, cuts, masses, ranks, winners, ticket, tokens, n_accepted, log_probs, law,
+    maxima, sums, cuts, masses, ranks, winners, winner_log_probs, ticket, tokens, n_accepted, log_probs, law,
     target_batch, target_row, draft_batch, draft_row, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, n_races,
     temperature, STREAM: tl.constexpr, OWN: tl.constexpr, CUT: tl.constexpr,
     SLOTS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, RACES: tl.constexpr,
@@ -741,16 +738,17 @@ def _accept_kernel(
             speed = _speed(seed, block * BLOCK, first + n, stream, round, BLOCK)
         residual = prob
         if not OWN:
-            if fell:
-                if draft is None:
-                    residual = tl.where(ids == tl.load(draft_tokens + n), 0.0, prob)
-                else:
-                    other = _load_logits(draft + n * draft_row, ids, n_vocab, n_load_draft)
-                    other = _law(other, _pick(draft_max, slots, n), _pick(draft_mass, slots, n), -float("inf"), 1.0)[1]
-                    residual = tl.where(prob > other, prob - other, 0.0)
+            if draft is None:
+                residual = tl.where((ids == tl.load(draft_tokens + n, mask=fell, other=-1)), 0.0, prob)
+            elif fell:
+                other = _load_logits(draft + n * draft_row, ids, n_vocab, n_load_draft)
+                other = _law(other, _pick(draft_max, slots, n), _pick(draft_mass, slots, n), -float("inf"), 1.0)[1]
+                residual = tl.where(prob > other, prob - other, 0.0)
         rank, winner = _winner(_rank(residual, prob, speed), ids)
         tl.store(ranks + race + block, rank)
         tl.store(winners + race + block, winner)
+        x_won = tl.load(target + n * target_row + winner).to(tl.float32)
+        tl.store(winner_log_probs + race + block, _scaled(x_won, row_max, temperature) - tl.log(row_mass))
 
     # the last to arrive has all winners before it
     tl.debug_barrier()
@@ -762,12 +760,10 @@ def _accept_kernel(
         going = drafted >= 0
         while going:
             n, before = n + 1, token
-            token = _last_winner(ranks, winners, (sequence * n_racing + n) * n_races, n_races, RACES)
-            log_prob = _log_prob_at(
-                target + n * target_row, token, _pick(maximum, slots, n), _pick(mass, slots, n), temperature
+            race, out = (sequence * n_racing + n) * n_races, sequence * n_slots + n
+            token = _decide(
+                ranks, winners, winner_log_probs, race, n_races, tokens + out, log_probs + out, BLOCK, RACES
             )
-            tl.store(tokens + sequence * n_slots + n, token)
-            tl.store(log_probs + sequence * n_slots + n, log_prob)
             going = n < drafted
             if draft_tokens is not None:
                 going = going & (tl.load(draft_tokens + n, mask=going, other=-1) == token)
@@ -776,12 +772,8 @@ def _accept_kernel(
         tl.store(log_probs + outs, slots * 0.0, mask=behind)
         tl.store(n_accepted + sequence, n)
     else:
-        token = _last_winner(ranks, winners, race, n_races, RACES)
-        tl.store(tokens + sequence * n_slots + n, token)
-        tl.store(
-            log_probs + sequence * n_slots + n,
-            _log_prob_at(target + n * target_row, token, row_max, row_mass, temperature),
-        )
+        out = sequence * n_slots + n
+        token = _decide(ranks, winners, winner_log_probs, race, n_races, tokens + out, log_probs + out, BLOCK, RACES)
         before = tl.load(draft_tokens + n - 1, mask=n > 0, other=0)
     _commit(lengths, state_rounds, last, sequence, n, token, before)
 
@@ -822,9 +814,8 @@ def _judge(
         cuts, masses = empty(n_rows, n_lines), empty(n_rows, n_lines)
         _threshold_kernel[n_rows, n_slots](
             target, n_drafted, lengths, limits, maxima, cuts, masses, *strides[:2], n_lines, n_vocab, n_load, n_blocks,
-            temperature, float(top_k), top_p, math.log(min_p) if min_p > 0 else -math.inf,
-            top_k > 0, top_p < 1, RACE_BLOCK, blocks, STATS_BLOCK,
-            num_warps=8, enable_fp_fusion=False,
+            temperature, float(top_k), top_p, math.log(min_p) if min_p > 0 else -math.inf, RACE_BLOCK, blocks, STATS_BLOCK,
+            enable_fp_fusion=False,
         )  # fmt: skip
     n_slots_wide = max(16, triton.next_power_of_2(n_slots))
     if greedy:
@@ -835,10 +826,10 @@ def _judge(
         return tokens, n_accepted, log_probs
     n_racing = n_slots if own else 1  # slots of a sequence that race
     ranks = empty(n_rows, n_racing, n_races, dtype=torch.int64)
-    winners = empty(n_rows, n_racing, n_races, dtype=torch.int32)
+    winners, winner_log_probs = empty(n_rows, n_racing, n_races, dtype=torch.int32), empty(n_rows, n_racing, n_races)
     _accept_kernel[n_rows, n_races, n_racing](
         target, draft, draft_tokens, n_drafted, seeds, index, rounds, lengths, limits, state_rounds, last,
-        maxima, sums, cuts, masses, ranks, winners, ticket, tokens, n_accepted, log_probs, law,
+        maxima, sums, cuts, masses, ranks, winners, winner_log_probs, ticket, tokens, n_accepted, log_probs, law,
         *strides, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, n_races,
         temperature, stream, own, filtered, n_slots_wide, blocks, RACE_BLOCK, triton.next_power_of_2(n_races),
         num_warps=8, enable_fp_fusion=False,
