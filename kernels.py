@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 try:
     import triton
-    import triton.language as tl  # noqa: F401
+    import triton.language as tl
 
     jit = triton.jit
 except ImportError:  # no wheels for this platform: the references serve
@@ -117,6 +117,31 @@ def race(probs: torch.Tensor, seeds: torch.Tensor, index: torch.Tensor, stream: 
     return score.argmax(-1)
 
 
+@jit
+def _uniform(seed, index, round):
+    """accept_uniform on the device; index may be a block."""
+    zero = index.to(tl.int32) * 0
+    word = tl.philox(seed, zero, index.to(tl.int32), zero + 2, zero + round.to(tl.int32))[0]
+    u = (word >> 16).to(tl.float32) * 2.0**-16 + (word & 0xFFFF).to(tl.float32) * 2.0**-32
+    return tl.minimum(u, 1.0 - 2.0**-24)
+
+
+@jit
+def _speed(seed, first_id, index, stream, round, BLOCK: tl.constexpr):
+    """1 / E of ids first_id .. first_id + BLOCK - 1, float64; one counter serves the two ids of a pair.
+
+    Triton has no log1p: with w = 1 - u rounded, log1p(-u) is log(w) * u / (1 - w), and -u where w is 1, to 2 ulp (Kahan).
+    """
+    half_ids = first_id // 2 + tl.arange(0, BLOCK // 2)
+    zero = half_ids * 0
+    w0, w1, w2, w3 = tl.philox(seed, half_ids, zero + index.to(tl.int32), zero + stream, zero + round.to(tl.int32))
+    high, low = tl.interleave(w0, w2), tl.interleave(w1, w3)
+    u = high.to(tl.float64) * 2.0**-32 + low.to(tl.float64) * 2.0**-64
+    u = tl.minimum(tl.maximum(u, 2.0**-64), 1.0 - 2.0**-53)
+    w = 1.0 - u
+    return tl.where(w == 1.0, 1.0, 1.0 - w) / tl.where(w == 1.0, u, -tl.log(w) * u)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Logits -> the distribution that is sampled
 #
@@ -128,12 +153,57 @@ def full_precision(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def penalise_ref(logits: torch.Tensor, seen: torch.Tensor | None, penalty: float, bias: torch.Tensor | None):
-    """Repetition penalty (Keskar et al. 2019) on ids in seen (N, V) bool, then bias (V,): logits (N, V) -> (N, V)."""
+def penalise_ref(
+    logits: torch.Tensor,
+    seen: torch.Tensor | None,
+    ahead: torch.Tensor | None,
+    penalty: float,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Repetition penalty (Keskar et al. 2019), then bias (V,): logits (B, T, V) -> a new (B, T, V), float32 at least.
+
+    Position t has seen the ids in seen (B, V) bool and the drafts ahead[:, :t] (B, T-1); no penalty where seen is None.
+    """
     logits = full_precision(logits)
     if seen is not None:
+        seen = seen[:, None].repeat(1, logits.shape[1], 1)
+        for t in range(1, logits.shape[1]):
+            seen[:, t] = seen[:, t - 1].scatter(1, ahead[:, t - 1 : t], True)
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     return logits if bias is None else logits + bias.to(logits.dtype)
+
+
+@jit
+def _penalise_kernel(
+    logits, seen, ahead, bias, out, batch_stride, row_stride, n_slots, n_vocab, n_load, penalty, BLOCK: tl.constexpr
+):  # fmt: skip
+    sequence, slot = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    ids = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < n_vocab
+    x = tl.load(logits + sequence * batch_stride + slot * row_stride + ids, mask=ids < n_load, other=0.0).to(tl.float32)
+    if seen is not None:
+        known = tl.load(seen + sequence * n_vocab + ids, mask=inside, other=0) != 0
+        t = slot * 0
+        while t < slot:
+            known = known | (ids == tl.load(ahead + sequence * (n_slots - 1) + t))
+            t += 1
+        x = tl.where(known, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty), x)
+    if bias is not None:
+        x += tl.load(bias + ids, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + (sequence * n_slots + slot) * n_vocab + ids, x, mask=inside)
+
+
+def penalise(logits, seen, ahead, penalty, bias, impl: str = "auto"):
+    if (seen is None and bias is None) or not on_triton(impl, logits):
+        return penalise_ref(logits, seen, ahead, penalty, bias)
+    n_rows, n_slots, n_vocab = logits.shape
+    logits, n_load = _readable(logits)
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    seen, ahead = (None if x is None else x.contiguous() for x in (seen, ahead))
+    _penalise_kernel[n_rows, n_slots, triton.cdiv(n_vocab, RACE_BLOCK)](
+        logits, seen, ahead, bias, out, *logits.stride()[:2], n_slots, n_vocab, n_load, float(penalty), RACE_BLOCK
+    )
+    return out
 
 
 def process_logits_ref(
@@ -169,8 +239,180 @@ def process_logits_ref(
     return logits
 
 
-def penalise(logits, seen, penalty, bias, impl: str = "auto"):
-    return penalise_ref(logits, seen, penalty, bias)
+# Statistics of rows: what every program of the kernels below needs to know of a row without reading it
+#
+#     row       [ 4096 logits | 4096 | 4096 | ... ]     per block: maximum, sum of exp((logit - maximum) / T), best id
+#     line      target rows 0 .. K, then draft rows 0 .. K-1 of a sequence: statistics are (B, lines, blocks)
+#     bytes     each row once; with filters, the target rows once more, and again only blocks that reach the cut
+
+STATS_BLOCK, RACE_BLOCK = 4096, 1024  # constants: the bits of a row may not depend on what rides along
+
+
+def _readable(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """x (..., V) with dense rows, and how many ids of a row may be read: whole vectors where the rows are padded."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    n_vocab = x.shape[-1]
+    wide = -(-n_vocab // 16) * 16
+    end = x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape[:-1], x.stride()[:-1])) + wide
+    padded = all(step % 16 == 0 for step in x.stride()[:-1]) and end * x.element_size() <= x.untyped_storage().nbytes()
+    return x, wide if padded else n_vocab
+
+
+@jit
+def _load_logits(row, ids, n_vocab, n_load):
+    """-inf outside the vocabulary. NaN counts as +inf: either makes the row's log-probabilities NaN, and is not drawn."""
+    x = tl.load(row + ids, mask=ids < n_load, other=0.0).to(tl.float32)
+    x = tl.where(ids < n_vocab, x, -float("inf"))
+    return tl.where(x <= float("inf"), x, float("inf"))
+
+
+@jit
+def _scaled(x, maximum, temperature):
+    """As in process_logits_ref, rounded alike: the cuts of both are the same."""
+    return tl.div_rn(x - maximum, temperature)
+
+
+@jit
+def _law(x, maximum, mass, cut, temperature):
+    """Scaled logits and probabilities."""
+    z = _scaled(x, maximum, temperature)
+    return z, tl.where(z >= cut, tl.exp(z) / mass, 0.0)
+
+
+@jit
+def _idle(sequence, slot, n_drafted, lengths, limits):
+    """A slot behind the row's drafts, or a row that has ended: nothing to do."""
+    idle = slot < 0
+    if n_drafted is not None:
+        idle = idle | (slot > tl.load(n_drafted + sequence))
+    if lengths is not None:
+        idle = idle | (tl.load(lengths + sequence) >= tl.load(limits + sequence))
+    return idle
+
+
+@jit
+def _stats_kernel(
+    target, draft, n_drafted, lengths, limits, maxima, sums, best, ticket,
+    target_batch, target_row, draft_batch, draft_row, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks,
+    temperature, BLOCK: tl.constexpr,
+):  # fmt: skip
+    sequence, line = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    block = tl.program_id(2)
+    if line + block == 0:
+        tl.store(ticket + sequence, 0)  # for the kernel behind this one
+    # draft row t is needed where t < n_drafted, target row t where t <= n_drafted
+    if _idle(sequence, tl.where(line < n_slots, line, line - n_slots + 1), n_drafted, lengths, limits):
+        return
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    if line < n_slots:
+        x = _load_logits(target + sequence * target_batch + line * target_row, ids, n_vocab, n_load)
+    else:  # only where there is a draft
+        x = _load_logits(draft + sequence * draft_batch + (line - n_slots) * draft_row, ids, n_vocab, n_load_draft)
+    maximum = tl.max(x, 0)
+    z = _scaled(x, maximum, tl.where(line < n_slots, temperature, 1.0))  # draft rows are processed already
+    at = (sequence * n_lines + line) * n_blocks + block
+    tl.store(maxima + at, maximum)
+    tl.store(sums + at, tl.where(maximum > -float("inf"), tl.sum(tl.exp(z), 0), 0.0))
+    tl.store(best + at, tl.min(tl.where(x == maximum, ids, 2147483647), 0))
+
+
+@jit
+def _row_laws(
+    maxima, sums, cuts, masses, lines, used, n_blocks, temperature, BLOCKS: tl.constexpr, CUT: tl.constexpr
+):  # fmt: skip
+    """Maximum, mass and cut of several lines, from the statistics of their blocks."""
+    blocks = tl.arange(0, BLOCKS)[None, :]
+    at = lines[:, None] * n_blocks + blocks
+    mask = used[:, None] & (blocks < n_blocks)
+    block_max = tl.load(maxima + at, mask=mask, other=-float("inf"))
+    maximum = tl.max(block_max, 1)
+    if CUT:
+        return maximum, tl.load(masses + lines, mask=used, other=0.0), tl.load(cuts + lines, mask=used, other=0.0)
+    block_sum = tl.load(sums + at, mask=mask, other=0.0)
+    mass = tl.sum(block_sum * tl.exp(_scaled(block_max, maximum[:, None], temperature)), 1)
+    return maximum, mass, maximum * 0.0 - float("inf")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The cut of top-k, top-p and min-p, exact, ties kept, without a sort
+#
+#     key       order-preserving bits of the scaled logit; found three bits at a time, from the top: 8 pivots per reading
+#     top-k     the smallest key with fewer than k tokens above it
+#     top-p     the smallest key with less than top_p of the survivors' mass above it
+
+
+@jit
+def _key(z):
+    """31 bits, for z <= 0: the best token stands at 0. Both zeros have one key."""
+    return (z.to(tl.int32, bitcast=True) & 0x7FFFFFFF) ^ 0x7FFFFFFF
+
+
+@jit
+def _descend(
+    row, line_maxima, maximum, cut, limit, counting, n_vocab, n_load, temperature,
+    BLOCK: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    """The smallest scaled logit with less than limit above it: of the tokens (counting), or of the mass, at or above cut."""
+    key, shift = 0, 28
+    while shift >= 0:
+        low = (1 << shift) - 1
+        pivots = key + tl.minimum(tl.arange(0, 8) << shift, 0x7FFFFFFF - low - key) + low
+        above = tl.zeros([8, BLOCK], tl.float32)
+        start = 0
+        while start < n_vocab:
+            block_max = _scaled(tl.load(line_maxima + start // STATS), maximum, temperature)
+            if _key(block_max) > key + low:  # else nothing here is above the lowest pivot
+                z = _scaled(_load_logits(row, start + tl.arange(0, BLOCK), n_vocab, n_load), maximum, temperature)
+                weight = tl.where(z >= cut, tl.where(counting, 1.0, tl.exp(z)), 0.0)
+                above += tl.where(_key(z)[None, :] > pivots[:, None], weight[None, :], 0.0)
+            start += BLOCK
+        key += tl.sum((tl.sum(above, 1) >= limit).to(tl.int32), 0) << shift
+        shift = tl.where(shift == 1, 0, shift - 3)  # 28 .. 1, then the last bit
+    key = tl.maximum(key, 0x7FFFFF)  # that of -inf
+    return (key ^ -1).to(tl.float32, bitcast=True)
+
+
+@jit
+def _mass(
+    row, line_maxima, maximum, cut, n_vocab, n_load, temperature, BLOCK: tl.constexpr, STATS: tl.constexpr
+):  # fmt: skip
+    mass = tl.zeros([BLOCK], tl.float32)
+    start = 0
+    while start < n_vocab:
+        if _scaled(tl.load(line_maxima + start // STATS), maximum, temperature) >= cut:
+            z = _scaled(_load_logits(row, start + tl.arange(0, BLOCK), n_vocab, n_load), maximum, temperature)
+            mass += tl.where(z >= cut, tl.exp(z), 0.0)
+        start += BLOCK
+    return tl.sum(mass, 0)
+
+
+@jit
+def _threshold_kernel(
+    target, n_drafted, lengths, limits, maxima, cuts, masses, target_batch, target_row, n_lines, n_vocab, n_load, n_blocks,
+    temperature, top_k, top_p, min_cut, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    sequence, slot = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    if _idle(sequence, slot, n_drafted, lengths, limits):
+        return
+    line = sequence * n_lines + slot
+    row = target + sequence * target_batch + slot * target_row
+    line_maxima = maxima + line * n_blocks
+    blocks = tl.arange(0, BLOCKS)
+    maximum = tl.max(tl.load(line_maxima + blocks, mask=blocks < n_blocks, other=-float("inf")), 0)
+    cut, mass, stage = maximum * 0.0 - float("inf"), maximum * 0.0, 0
+    while stage < 3:  # top-k, top-p, min-p: a loop, so that the code of a search is there once
+        if stage == 2:
+            cut = tl.maximum(cut, min_cut)
+        if (stage == 2) | ((stage == 1) & (top_p < 1)):
+            mass = _mass(row, line_maxima, maximum, cut, n_vocab, n_load, temperature, BLOCK, STATS)
+        if ((stage == 0) & (top_k > 0)) | ((stage == 1) & (top_p < 1)):
+            limit = tl.where(stage == 0, top_k, top_p * mass)
+            cut = _descend(
+                row, line_maxima, maximum, cut, limit, stage == 0, n_vocab, n_load, temperature, BLOCK, STATS
+            )
+        stage += 1
+    tl.store(cuts + line, cut)
+    tl.store(masses + line, mass)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -189,12 +431,13 @@ def sample_token_ref(
     min_p: float = 0.0,
     stream: int = SAMPLE,
     rounds: torch.Tensor | None = None,
+    keep_law: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Draw the token at `index` of each row.
 
     logits (N, V) after penalty and bias; seeds, index, rounds (N,) int64 -> tokens (N,) int64, their log-probabilities
-    (N,) under the law they were drawn from (at temperature 0: log_softmax of the logits), and that law as processed
-    logits (N, V), None at temperature 0, where it is one-hot.
+    (N,) under the law they were drawn from (at temperature 0: log_softmax of the logits), and, with keep_law, that law as
+    processed logits (N, V); None otherwise and at temperature 0, where it is one-hot.
     """
     logits = full_precision(logits)
     if temperature == 0:
@@ -203,7 +446,7 @@ def sample_token_ref(
     processed = process_logits_ref(logits, temperature, top_k, top_p, min_p)
     rounds = torch.zeros_like(index) if rounds is None else rounds
     tokens = race(processed.softmax(-1), seeds, index, stream, rounds)
-    return tokens, _log_prob(processed, tokens), processed
+    return tokens, _log_prob(processed, tokens), processed if keep_law else None
 
 
 def _log_prob(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -211,9 +454,17 @@ def _log_prob(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def sample_token(
-    logits, seeds, index, temperature, top_k=0, top_p=1.0, min_p=0.0, stream=SAMPLE, rounds=None, impl: str = "auto"
-):
-    return sample_token_ref(logits, seeds, index, temperature, top_k, top_p, min_p, stream, rounds)
+    logits, seeds, index, temperature, top_k=0, top_p=1.0, min_p=0.0, stream=SAMPLE, rounds=None, keep_law=False,
+    impl: str = "auto",
+):  # fmt: skip
+    """sample_token_ref; on the device it is accept_draft without drafts."""
+    if not on_triton(impl, logits):
+        return sample_token_ref(logits, seeds, index, temperature, top_k, top_p, min_p, stream, rounds, keep_law)
+    law = torch.empty(logits.shape, device=logits.device) if keep_law and temperature > 0 else None
+    tokens, _, log_probs = _judge(
+        logits[:, None], None, None, None, seeds, index, rounds, temperature, top_k, top_p, min_p, True, stream, None, law
+    )
+    return tokens[:, 0], log_probs[:, 0], law
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -311,30 +562,6 @@ class RowState(NamedTuple):
     last: torch.Tensor  # (B, 2): the last two committed tokens
 
 
-def accept_draft(
-    target_logits, draft_logits, draft_tokens, n_drafted, seeds, index, rounds, temperature,
-    top_k=0, top_p=1.0, min_p=0.0, verify="rejection", state: RowState | None = None, impl: str = "auto",
-):  # fmt: skip
-    """accept_draft_ref, then, where state is given, its commit: live rows advance, others get tokens of -1."""
-    tokens, n_accepted, log_probs = accept_draft_ref(
-        target_logits,
-        draft_logits,
-        draft_tokens,
-        n_drafted,
-        seeds,
-        index,
-        rounds,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        verify,
-    )
-    if state is not None:
-        tokens = commit_ref(state, tokens, n_accepted)
-    return tokens, n_accepted, log_probs
-
-
 def commit_ref(state: RowState, tokens: torch.Tensor, n_accepted: torch.Tensor) -> torch.Tensor:
     """Advance the live rows by n_accepted + 1 tokens of (B, K+1); returns tokens, -1 throughout in rows that are not live."""
     live = state.lengths < state.limits
@@ -344,6 +571,289 @@ def commit_ref(state: RowState, tokens: torch.Tensor, n_accepted: torch.Tensor) 
     state.lengths.add_(n_new)
     state.rounds.add_(live.long())
     return tokens.masked_fill(~live[:, None], -1)
+
+
+# The race of one row, spread over programs of 1024 ids, and the decision before it, which every program takes for itself from
+# the statistics of the rows: nothing waits for anything. The program that arrives last at the ticket holds all block winners.
+
+
+@jit
+def _pick(values, slots, slot):
+    return tl.sum(tl.where(slots == slot, values, 0.0), 0)
+
+
+@jit
+def _rank(residual, prob, speed):
+    """int64 that orders as the race does: tokens of the residual, below them those of the law, below them the dead.
+
+    So one race serves both, and the law wins only where no block has a residual. Bits of positive floats order as integers.
+    """
+    law = (prob.to(tl.float64) * speed).to(tl.int64, bitcast=True)
+    corrected = (residual.to(tl.float64) * speed).to(tl.int64, bitcast=True)
+    lowest = -(2**63)
+    return tl.where(residual > 0, corrected, tl.where(prob > 0, law + lowest, lowest))
+
+
+@jit
+def _winner(rank, ids):
+    """The best rank and its token, the lowest id where ranks are equal."""
+    best = tl.max(rank, 0)
+    return best, tl.min(tl.where(rank == best, ids, 2147483647), 0)
+
+
+@jit
+def _decide(ranks, winners, winner_log_probs, race, n_races, token_out, log_prob_out, BLOCK: tl.constexpr, RACES: tl.constexpr):
+    """The winner of a row's blocks, written out and returned."""
+    races = tl.arange(0, RACES)
+    inside = races < n_races
+    rank = tl.load(ranks + race + races, mask=inside, other=-(2**63))
+    token = _winner(rank, tl.load(winners + race + races, mask=inside, other=2147483647))[1]
+    tl.store(token_out, token.to(tl.int64))
+    tl.store(log_prob_out, tl.load(winner_log_probs + race + token // BLOCK))
+    return token.to(tl.int64)
+
+
+@jit
+def _commit(lengths, state_rounds, last, sequence, n, token, before):
+    """commit_ref for a live row: n drafts and the token, of which `before` is the last draft."""
+    if lengths is not None:
+        tl.store(lengths + sequence, tl.load(lengths + sequence) + n + 1)
+        tl.store(state_rounds + sequence, tl.load(state_rounds + sequence) + 1)
+        if n == 0:
+            before = tl.load(last + sequence * 2 + 1)
+        tl.store(last + sequence * 2, before)
+        tl.store(last + sequence * 2 + 1, token)
+
+
+@jit
+def _close_row(tokens, n_accepted, log_probs, sequence, n_slots, slots):
+    """A row that has ended: no token."""
+    outs = sequence * n_slots + slots
+    tl.store(tokens + outs, slots.to(tl.int64) * 0 - 1, mask=slots < n_slots)
+    tl.store(log_probs + outs, slots * 0.0, mask=slots < n_slots)
+    tl.store(n_accepted + sequence, sequence * 0)
+
+
+@jit
+def _greedy_kernel(
+    target, draft_tokens, n_drafted, lengths, limits, state_rounds, last, maxima, sums, best, tokens, n_accepted, log_probs,
+    target_batch, target_row, n_slots, n_blocks, SLOTS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Temperature 0: the best ids of the blocks decide, there is no race."""
+    sequence = tl.program_id(0).to(tl.int64)
+    slots = tl.arange(0, SLOTS)
+    if _idle(sequence, sequence * 0, None, lengths, limits):
+        _close_row(tokens, n_accepted, log_probs, sequence, n_slots, slots)
+        return
+    drafted, proposed = sequence * 0, slots.to(tl.int64) * 0
+    if draft_tokens is not None:
+        drafted = tl.load(n_drafted + sequence)
+        proposed = tl.load(draft_tokens + sequence * (n_slots - 1) + slots, mask=slots < drafted, other=0)
+    lines, used, blocks = sequence * n_slots + slots, slots <= drafted, tl.arange(0, BLOCKS)[None, :]
+    maximum, mass, _ = _row_laws(maxima, sums, None, None, lines, used, n_blocks, 1.0, BLOCKS, False)
+    at, mask = lines[:, None] * n_blocks + blocks, used[:, None] & (blocks < n_blocks)
+    is_best = tl.load(maxima + at, mask=mask, other=0.0) == maximum[:, None]
+    ids = tl.where(is_best & mask, tl.load(best + at, mask=mask, other=0), 2147483647)
+    own = tl.min(ids, 1).to(tl.int64)
+    n = tl.min(tl.where((own == proposed) & (slots < drafted), SLOTS, slots), 0).to(tl.int64)
+    x = tl.load(target + sequence * target_batch + slots * target_row + own, mask=slots <= n, other=0.0).to(tl.float32)
+    tl.store(tokens + lines, tl.where(slots <= n, own, -1), mask=slots < n_slots)
+    tl.store(log_probs + lines, tl.where(slots <= n, x - maximum - tl.log(mass), 0.0), mask=slots < n_slots)
+    tl.store(n_accepted + sequence, n)
+    if lengths is not None:
+        token, before = tl.sum(tl.where(slots == n, own, 0), 0), tl.sum(tl.where(slots == n - 1, own, 0), 0)
+        _commit(lengths, state_rounds, last, sequence, n, token, before)
+
+
+@jit
+def _accept_kernel(
+    target, draft, draft_tokens, n_drafted, seeds, index, rounds, lengths, limits, state_rounds, last,
+    maxima, sums, cuts, masses, ranks, winners, winner_log_probs, ticket, tokens, n_accepted, log_probs, law,
+    target_batch, target_row, draft_batch, draft_row, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, n_races,
+    temperature, STREAM: tl.constexpr, OWN: tl.constexpr, CUT: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, RACES: tl.constexpr,
+):  # fmt: skip
+    """OWN: every slot races, with stream STREAM, and a draft is accepted while it is the slot's own token. Else rejection."""
+    sequence, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    race_slot, n_racing = tl.program_id(2).to(tl.int64), tl.num_programs(2)
+    slots = tl.arange(0, SLOTS)
+    outs = sequence * n_slots + slots
+    if _idle(sequence, race_slot * 0, None, lengths, limits):
+        if block + race_slot == 0:
+            _close_row(tokens, n_accepted, log_probs, sequence, n_slots, slots)
+        return
+
+    # what each slot's law is, and what was drafted there
+    drafted = race_slot * 0
+    if draft_tokens is not None:
+        drafted = tl.load(n_drafted + sequence)
+        draft_tokens += sequence * (n_slots - 1)
+    lines = sequence * n_lines + slots
+    maximum, mass, cut = _row_laws(
+        maxima, sums, cuts, masses, lines, slots <= drafted, n_blocks, temperature, BLOCKS, CUT
+    )
+    seed, first, round = tl.load(seeds + sequence), tl.load(index + sequence), race_slot * 0
+    if rounds is not None:
+        round = tl.load(rounds + sequence)
+    target += sequence * target_batch
+
+    # how many drafts are accepted
+    n, fell, stream = race_slot, drafted < 0, STREAM
+    if not OWN:
+        offered = slots < drafted
+        proposed = tl.load(draft_tokens + slots, mask=offered, other=0)
+        x = tl.load(target + slots * target_row + proposed, mask=offered, other=0.0).to(tl.float32)
+        z, target_prob = _law(x, maximum, mass, cut, temperature)
+        draft_prob = slots * 0.0 + 1.0
+        if draft is not None:
+            draft += sequence * draft_batch
+            draft_max, draft_mass, draft_cut = _row_laws(
+                maxima, sums, None, None, lines + n_slots, offered, n_blocks, 1.0, BLOCKS, False
+            )
+            draft_x = tl.load(draft + slots * draft_row + proposed, mask=offered, other=0.0).to(tl.float32)
+            draft_prob = _law(draft_x, draft_max, draft_mass, draft_cut, 1.0)[1]
+        accepted = (_uniform(seed, first + slots, round) * draft_prob < target_prob) & offered
+        n = tl.min(tl.where(accepted, SLOTS, slots), 0).to(tl.int64)
+        fell = n < drafted
+        stream, round = tl.where(fell, 3, 0), tl.where(fell, round, 0)  # the bonus is a plain token
+        if block == 0:  # all slots but the one that is drawn
+            others = (slots < n_slots) & (slots != n)
+            tl.store(tokens + outs, tl.where(slots < n, proposed, -1), mask=others)
+            tl.store(log_probs + outs, tl.where(slots < n, z - tl.log(mass), 0.0), mask=others)
+            tl.store(n_accepted + sequence, n)
+
+    # one block of the race
+    row_max, row_mass, row_cut = _pick(maximum, slots, n), _pick(mass, slots, n), _pick(cut, slots, n)
+    race = (sequence * n_racing + race_slot) * n_races
+    if n <= drafted:
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        scaled, prob = _law(
+            _load_logits(target + n * target_row, ids, n_vocab, n_load), row_max, row_mass, row_cut, temperature
+        )
+        if law is not None:
+            kept = tl.where(scaled >= row_cut, scaled, -float("inf"))
+            tl.store(law + sequence * n_vocab + ids, kept, mask=ids < n_vocab)
+        speed = tl.zeros([BLOCK], tl.float64)
+        if tl.max(prob, 0) > 0:  # else no token of this block can be drawn: no noise
+            speed = _speed(seed, block * BLOCK, first + n, stream, round, BLOCK)
+        residual = prob
+        if not OWN:
+            if draft is None:
+                residual = tl.where((ids == tl.load(draft_tokens + n, mask=fell, other=-1)), 0.0, prob)
+            elif fell:
+                other = _load_logits(draft + n * draft_row, ids, n_vocab, n_load_draft)
+                other = _law(other, _pick(draft_max, slots, n), _pick(draft_mass, slots, n), -float("inf"), 1.0)[1]
+                residual = tl.where(prob > other, prob - other, 0.0)
+        rank, winner = _winner(_rank(residual, prob, speed), ids)
+        tl.store(ranks + race + block, rank)
+        tl.store(winners + race + block, winner)
+        x_won = tl.load(target + n * target_row + winner).to(tl.float32)
+        tl.store(winner_log_probs + race + block, _scaled(x_won, row_max, temperature) - tl.log(row_mass))
+
+    # the last to arrive has all winners before it
+    tl.debug_barrier()
+    if tl.atomic_add(ticket + sequence, 1, sem="acq_rel", scope="gpu") < tl.num_programs(1) * n_racing - 1:
+        return
+    token, before = race_slot * 0, race_slot * 0
+    if OWN:
+        n = race_slot * 0 - 1
+        going = drafted >= 0
+        while going:
+            n, before = n + 1, token
+            race, out = (sequence * n_racing + n) * n_races, sequence * n_slots + n
+            token = _decide(
+                ranks, winners, winner_log_probs, race, n_races, tokens + out, log_probs + out, BLOCK, RACES
+            )
+            going = n < drafted
+            if draft_tokens is not None:
+                going = going & (tl.load(draft_tokens + n, mask=going, other=-1) == token)
+        behind = (slots > n) & (slots < n_slots)
+        tl.store(tokens + outs, slots.to(tl.int64) * 0 - 1, mask=behind)
+        tl.store(log_probs + outs, slots * 0.0, mask=behind)
+        tl.store(n_accepted + sequence, n)
+    else:
+        out = sequence * n_slots + n
+        token = _decide(ranks, winners, winner_log_probs, race, n_races, tokens + out, log_probs + out, BLOCK, RACES)
+        before = tl.load(draft_tokens + n - 1, mask=n > 0, other=0)
+    _commit(lengths, state_rounds, last, sequence, n, token, before)
+
+
+def _judge(
+    target, draft, draft_tokens, n_drafted, seeds, index, rounds, temperature, top_k, top_p, min_p, own, stream, state, law
+):  # fmt: skip
+    """Statistics, cuts where there are filters, then the decision and the race: two launches, three with filters."""
+    n_rows, n_slots, n_vocab = target.shape
+    device, greedy = target.device, temperature == 0
+    draft = None if own or greedy else draft
+    target, n_load = _readable(target)
+    draft, n_load_draft = (None, 0) if draft is None else _readable(draft)
+    strides = (*target.stride()[:2], *((0, 0) if draft is None else draft.stride()[:2]))
+    n_lines = n_slots if draft is None else 2 * n_slots - 1
+    n_blocks, n_races = triton.cdiv(n_vocab, STATS_BLOCK), triton.cdiv(n_vocab, RACE_BLOCK)
+    blocks = max(16, triton.next_power_of_2(n_blocks))
+    temperature = 1.0 if greedy else max(float(temperature), torch.finfo(torch.float32).tiny)
+    top_k, top_p = (0, 1.0) if greedy else (top_k if top_k < n_vocab else 0, max(float(top_p), torch.finfo(torch.float32).tiny))
+    filtered = not greedy and (top_k > 0 or top_p < 1 or min_p > 0)
+    lengths, limits, state_rounds, last = (None,) * 4 if state is None else state
+    n_drafted, draft_tokens = (None, None) if n_slots == 1 else (n_drafted, draft_tokens.contiguous())
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    maxima, sums = empty(n_rows, n_lines, n_blocks), empty(n_rows, n_lines, n_blocks)
+    best, ticket = empty(n_rows, n_lines, n_blocks, dtype=torch.int32), empty(n_rows, dtype=torch.int32)
+    tokens, n_accepted = empty(n_rows, n_slots, dtype=torch.int64), empty(n_rows, dtype=torch.int64)
+    log_probs = empty(n_rows, n_slots)
+    _stats_kernel[n_rows, n_lines, n_blocks](
+        target, draft, n_drafted, lengths, limits, maxima, sums, best, ticket,
+        *strides, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, temperature, STATS_BLOCK,
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    cuts = masses = None
+    if filtered:
+        cuts, masses = empty(n_rows, n_lines), empty(n_rows, n_lines)
+        _threshold_kernel[n_rows, n_slots](
+            target, n_drafted, lengths, limits, maxima, cuts, masses, *strides[:2], n_lines, n_vocab, n_load, n_blocks,
+            temperature, float(top_k), top_p, math.log(min_p) if min_p > 0 else -math.inf, RACE_BLOCK, blocks, STATS_BLOCK,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    n_slots_wide = max(16, triton.next_power_of_2(n_slots))
+    if greedy:
+        _greedy_kernel[(n_rows,)](
+            target, draft_tokens, n_drafted, lengths, limits, state_rounds, last, maxima, sums, best,
+            tokens, n_accepted, log_probs, *strides[:2], n_slots, n_blocks, n_slots_wide, blocks, enable_fp_fusion=False,
+        )  # fmt: skip
+        return tokens, n_accepted, log_probs
+    n_racing = n_slots if own else 1  # slots of a sequence that race
+    ranks = empty(n_rows, n_racing, n_races, dtype=torch.int64)
+    winners, winner_log_probs = empty(n_rows, n_racing, n_races, dtype=torch.int32), empty(n_rows, n_racing, n_races)
+    _accept_kernel[n_rows, n_races, n_racing](
+        target, draft, draft_tokens, n_drafted, seeds, index, rounds, lengths, limits, state_rounds, last,
+        maxima, sums, cuts, masses, ranks, winners, winner_log_probs, ticket, tokens, n_accepted, log_probs, law,
+        *strides, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, n_races,
+        temperature, stream, own, filtered, n_slots_wide, blocks, RACE_BLOCK, triton.next_power_of_2(n_races),
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return tokens, n_accepted, log_probs
+
+
+def accept_draft(
+    target_logits, draft_logits, draft_tokens, n_drafted, seeds, index, rounds, temperature,
+    top_k=0, top_p=1.0, min_p=0.0, verify="rejection", state: RowState | None = None, impl: str = "auto",
+):  # fmt: skip
+    """accept_draft_ref, then, where state is given, its commit: live rows advance, others get tokens of -1, none accepted.
+
+    Log-probabilities behind the last token are unspecified.
+    """
+    args = (target_logits, draft_logits, draft_tokens, n_drafted, seeds, index, rounds, temperature, top_k, top_p, min_p)
+    if on_triton(impl, target_logits):
+        own = verify == "coupled" or target_logits.shape[1] == 1
+        return _judge(*args[:6], None if own else rounds, *args[7:], own, SAMPLE, state, None)
+    tokens, n_accepted, log_probs = accept_draft_ref(*args, verify)
+    if state is not None:
+        tokens = commit_ref(state, tokens, n_accepted)
+        n_accepted = n_accepted.masked_fill(tokens[:, 0] < 0, 0)
+    return tokens, n_accepted, log_probs
 
 
 # ----------------------------------------------------------------------------------------------------------------------
