@@ -18,13 +18,13 @@ import torch.nn.functional as F
 
 try:
     import triton
-    import triton.language as tl  # noqa: F401
+    import triton.language as tl
 
     jit = triton.jit
 except ImportError:  # no wheels for this platform: the references serve
 
-    def jit(function):
-        return function
+    def jit(function=None, **options):
+        return function if function else jit
 
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
@@ -386,6 +386,8 @@ def exit_confidence_ref(
 
     vocab: sorted ids (int64) that the head knows; ids from n_used on are padding. Ties go to the lowest id.
     """
+    if isinstance(weight, QuantizedWeight):
+        weight = dequantize(weight, x.dtype, x.shape[-1])
     logits = linear_ref(x, weight if vocab is None else weight[vocab], norm=norm)
     if vocab is None and n_used is not None:
         logits = logits[..., :n_used]
@@ -395,8 +397,102 @@ def exit_confidence_ref(
     return tokens, _log_prob(logits, best), confidence(logits, kind)
 
 
-def exit_confidence(x, weight, norm=None, vocab=None, n_used=None, kind="max_prob", impl: str = "auto"):
-    return exit_confidence_ref(x, weight, norm, vocab, n_used, kind)
+@jit(do_not_specialize=["n_rows"])
+def _exit_kernel(
+    x, weight, scale, vocab, norm_weight, norm_bias, partial, n_rows, x_stride, eps,
+    N_IN: tl.constexpr, N_OUT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """What a block of BN logits has to say of each row, partial (5, n_rows, blocks): best, its id, second, mass, slope."""
+    row = tl.program_id(0) * 16 + tl.arange(0, 16)
+    live = row < n_rows
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    rows = tl.minimum(column, N_OUT - 1).to(tl.int64)
+    if vocab is not None:
+        rows = tl.load(vocab + rows)
+    x += row.to(tl.int64)[:, None] * x_stride
+    z = _products(x, live, weight, rows, norm_weight, norm_bias, eps, N_IN, BN, BK)
+    if scale is not None:
+        z *= tl.load(scale + rows)[None, :]
+    z = z.to(x.dtype.element_ty).to(tl.float32)  # the logits that linear writes: both choose the same token
+    z = tl.where((column < N_OUT)[None, :], z, -float("inf"))
+    best = tl.max(z, 1)
+    chosen = tl.min(tl.where(z == best[:, None], column[None, :], N_OUT - 1), 1)  # NaN: some id, and a mass of NaN
+    second = tl.max(tl.where(column[None, :] == chosen[:, None], -float("inf"), z), 1)
+    below = (z - tl.where(best == -float("inf"), 0.0, best)[:, None]) * 1.4426950408889634
+    weight_of = tl.exp2(below)
+    slope = tl.sum(tl.where(weight_of > 0, weight_of * below, 0.0), 1)
+    n_blocks = tl.num_programs(1)
+    partial += row * n_blocks + tl.program_id(1)
+    step = n_rows * n_blocks
+    tl.store(partial, best, mask=live)
+    tl.store(partial + step, chosen.to(tl.float32), mask=live)  # exact below 2^24
+    tl.store(partial + 2 * step, second, mask=live)
+    tl.store(partial + 3 * step, tl.sum(weight_of, 1), mask=live)
+    tl.store(partial + 4 * step, slope, mask=live)
+
+
+@jit(do_not_specialize=["n_rows"])
+def _exit_merge_kernel(
+    partial, vocab, tokens, log_probs, confidences, n_rows, n_blocks,
+    N_OUT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < n_blocks
+    partial += row * n_blocks + at
+    step = n_rows * n_blocks
+    bests = tl.load(partial, mask=inside, other=-float("inf"))
+    ids = tl.load(partial + step, mask=inside, other=N_OUT - 1).to(tl.int32)
+    seconds = tl.load(partial + 2 * step, mask=inside, other=-float("inf"))
+    masses = tl.load(partial + 3 * step, mask=inside, other=0.0)
+    slopes = tl.load(partial + 4 * step, mask=inside, other=0.0)
+    best = tl.max(bests, 0)
+    chosen = tl.min(tl.where(bests == best, ids, N_OUT - 1), 0)
+    second = tl.max(tl.maximum(seconds, tl.where(ids == chosen, -float("inf"), bests)), 0)
+    below = tl.where(bests == -float("inf"), -float("inf"), (bests - best) * 1.4426950408889634)
+    share = tl.exp2(below)
+    mass = tl.sum(masses * share, 0)
+    if KIND == "max_prob":
+        confidence_of = 1.0 / mass
+    elif KIND == "margin":
+        confidence_of = (1.0 - tl.exp2((second - best) * 1.4426950408889634)) / mass
+    else:  # H = ln(mass) - ln(2) * slope / mass
+        slope = tl.sum(tl.where(share > 0, share * (slopes + below * masses), 0.0), 0)
+        entropy = tl.log(mass) - 0.6931471805599453 * slope / mass
+        confidence_of = 1.0 - entropy / tl.log(tl.maximum(N_OUT, 2.0))
+    token = chosen.to(tl.int64)
+    if vocab is not None:
+        token = tl.load(vocab + token)
+    tl.store(tokens + row, token)
+    tl.store(log_probs + row, -tl.log(mass))
+    tl.store(confidences + row, confidence_of)
+
+
+def exit_confidence(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    norm: Norm | None = None,
+    vocab: torch.Tensor | None = None,
+    n_used: int | None = None,
+    kind: str = "max_prob",
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    int4 = isinstance(weight, QuantizedWeight) and weight.bits == 4
+    if kind not in CONFIDENCES or int4 or not few_rows(impl, x, weight, *(norm or ())[:2]):
+        return exit_confidence_ref(x, weight, norm, vocab, n_used, kind)
+    rows, arguments = _operands(x, weight, norm)
+    n_out = len(arguments["weight"]) if n_used is None else n_used
+    n_out = n_out if vocab is None else len(vocab)
+    n_rows, n_blocks = len(rows), triton.cdiv(n_out, arguments["BN"])
+    partial = torch.empty(5, n_rows, n_blocks, dtype=torch.float32, device=x.device)
+    _exit_kernel[(triton.cdiv(n_rows, 16), n_blocks)](rows, vocab=vocab, partial=partial, N_OUT=n_out, **arguments)
+    tokens = x.new_empty(n_rows, dtype=torch.int64)
+    log_probs, confidences = x.new_empty(2, n_rows, dtype=torch.float32)
+    _exit_merge_kernel[(n_rows,)](
+        partial, vocab, tokens, log_probs, confidences, n_rows, n_blocks, n_out, kind,
+        triton.next_power_of_2(n_blocks), num_warps=8, enable_fp_fusion=True,
+    )  # fmt: skip
+    return tokens, log_probs, confidences
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -489,15 +585,19 @@ def linear_ref(
     norm: Norm | None = None,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """residual + activation(norm(x) @ weight.T + bias): x (..., in), weight (out, in) -> (..., out), in the dtype of x.
 
     activation "gelu" is the tanh form (GPT-2); "swiglu" takes the first half of out as the gate: silu(gate) * rest, (..., out // 2).
+    index (out,) int64 takes these rows of a larger weight and bias.
     """
     if norm is not None:
         x = norm_ref(x, norm)
     if isinstance(weight, QuantizedWeight):
         weight = dequantize(weight, x.dtype, x.shape[-1])
+    if index is not None:
+        weight, bias = weight[index], None if bias is None else bias[index]
     y = _product(x, weight, bias)
     if activation == "gelu":
         y = F.gelu(y, approximate="tanh")
@@ -522,10 +622,11 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 @jit
 def _moments(x, live, eps, N_IN: tl.constexpr, CENTRE: tl.constexpr):
     """Mean and 1 / deviation of 16 rows; x (16, 1) pointers. Chunks are merged as in Chan et al.: no cancellation."""
-    at = tl.arange(0, 256)
+    BLOCK: tl.constexpr = 256 if CENTRE else 512  # as the registers allow
+    at = tl.arange(0, BLOCK)
     mean = tl.zeros((16,), tl.float32)
     squares = tl.zeros((16,), tl.float32)  # of what is left when the mean is taken off
-    for first in tl.range(0, N_IN, 256, num_stages=3):
+    for first in tl.range(0, N_IN, BLOCK, num_stages=3):
         inside = live[:, None] & (first + at < N_IN)[None, :]
         chunk = tl.load(x + first + at[None, :], mask=inside, other=0.0).to(tl.float32)
         if CENTRE:
@@ -546,6 +647,7 @@ def _products(
     CENTRE: tl.constexpr = norm_bias is not None
     if norm_weight is not None:
         mean, scale = _moments(x, live, eps, N_IN, CENTRE)
+        shift = -mean * scale
     at = tl.arange(0, 4)[:, None] * BK + tl.arange(0, BK)[None, :]  # (4, BK): what each warp takes
     x = x[None, :, :] + at[:, None, :]
     weight = weight + rows[None, :, None] * N_IN + at[:, None, :]
@@ -562,9 +664,12 @@ def _products(
         if norm_weight is not None:  # rounded before the product, as it would be if it were written
             dtype = chunk.dtype
             gain = tl.load(norm_weight + first + at, mask=inside, other=0.0).to(tl.float32)
-            chunk = (chunk.to(tl.float32) - mean[None, :, None]) * scale[None, :, None] * gain[:, None, :]
+            chunk = chunk.to(tl.float32) * scale[None, :, None]
             if CENTRE:
+                chunk = (chunk + shift[None, :, None]) * gain[:, None, :]
                 chunk += tl.load(norm_bias + first + at, mask=inside, other=0.0).to(tl.float32)[:, None, :]
+            else:
+                chunk *= gain[:, None, :]
             chunk = chunk.to(dtype)
         total = tl.dot(chunk, tl.permute(w.to(chunk.dtype), (0, 2, 1)), total, input_precision="ieee")
     return tl.sum(total, 0)
@@ -616,9 +721,9 @@ def _products_int4(
     return tl.sum(total, 0)
 
 
-@jit
+@jit(do_not_specialize=["n_rows"])  # one binary for all numbers of rows
 def _linear_kernel(
-    x, weight, scale, offset, bias, norm_weight, norm_bias, residual, y, n_rows, x_stride, residual_stride, eps,
+    x, weight, index, scale, offset, bias, norm_weight, norm_bias, residual, y, n_rows, x_stride, residual_stride, eps,
     N_IN: tl.constexpr, N_OUT: tl.constexpr, ACTIVATION: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * 16 + tl.arange(0, 16)
@@ -629,6 +734,8 @@ def _linear_kernel(
     HALF: tl.constexpr = N_OUT // PAIR
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     rows = (tl.minimum(column // PAIR, HALF - 1) + column % PAIR * HALF).to(tl.int64)
+    if index is not None:
+        rows = tl.load(index + rows)
     if offset is not None:
         z = _products_int4(x + row * x_stride, live, weight, scale, offset, rows, N_IN, GROUP, BN)
     else:
@@ -681,33 +788,31 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _operands(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, norm: Norm | None) -> tuple[torch.Tensor, dict, dict]:
-    """Rows (n, in), the tensors and the tile of a product. The tile is chosen by the weight's dtype and rows, never by n.
+def _operands(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, norm: Norm | None):
+    """Rows (n, in) and what else a product's launch needs. Tiles follow from dtypes and the weight's shape, never from n.
 
-    About 24 KB of weights in flight per SM hide the memory's latency at 4 TB/s; 64 KB of shared memory are the smallest limit.
+    24 KB of weights in flight per SM hide the memory's latency at 4 TB/s; shared memory stays below 64 KB, AMD's limit.
     """
     x = as_rows(x)
     n_rows, n_in = x.shape
-    data, scale, offset, _, group = weight if isinstance(weight, QuantizedWeight) else (weight, None, None, None, n_in)
-    if offset is not None and norm is not None:  # in the loop it would cost as much as the product: 8.5 operations for 4.1
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        block = triton.next_power_of_2(n_in)
+    data, scale, offset = weight[:3] if isinstance(weight, QuantizedWeight) else (weight, None, None)
+    if offset is not None and norm is not None:  # inside, it would double the 4.1 operations per weight that int4 takes
+        y, block = torch.empty(x.shape, dtype=x.dtype, device=x.device), triton.next_power_of_2(n_in)
         _norm_kernel[(n_rows,)](
             x, norm.weight, norm.bias, y, x.stride(0), norm.eps, n_in, block, num_warps=8, enable_fp_fusion=True
         )
         x, norm = y, None
     gain, shift, eps = norm or (None, None, 0.0)
-    tensors = dict(weight=data.contiguous(), scale=scale, offset=offset, norm_weight=gain, norm_bias=shift)
-    wide = data.shape[0] >= 4096  # narrower matrices need smaller tiles to reach all SMs
-    block_n, stages = (32, 3) if wide else (16, 4)
-    if offset is not None:
-        block_n, stages = 32, 3
-    elif scale is not None:
-        stages = 4 if wide else 5
-    elif data.dtype == torch.float32:
-        block_n, stages = 16, 2
-    tile = dict(BN=block_n, BK=32 if data.dtype == torch.float32 else 64, num_warps=4, num_stages=stages)
-    return x, tensors | dict(x_stride=x.stride(0), eps=eps, N_IN=n_in, GROUP=group), tile | dict(enable_fp_fusion=True)
+    if x.dtype == torch.float32:
+        block_n, block_k, stages = 16, 32, 2
+    elif offset is not None:
+        block_n, block_k, stages = 32, 128, 3
+    else:  # narrow matrices take small blocks, to reach all SMs
+        block_n, block_k, stages = (32, 64, 3) if data.shape[0] >= 4096 else (16, 64, 4)
+        stages += scale is not None
+    arguments = {"weight": data.contiguous(), "scale": scale, "norm_weight": gain, "norm_bias": shift, "eps": eps}
+    arguments |= {"n_rows": n_rows, "x_stride": x.stride(0), "N_IN": n_in, "BN": block_n, "BK": block_k}
+    return x, arguments | {"num_warps": 4, "num_stages": stages, "enable_fp_fusion": True}
 
 
 def linear(
@@ -717,18 +822,23 @@ def linear(
     norm: Norm | None = None,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}: choose {', '.join(map(str, ACTIVATIONS))}")
     if not few_rows(impl, x, weight, bias, residual, *(norm or ())[:2]):
-        return linear_ref(x, weight, bias, norm, activation, residual)
-    rows, operands, tile = _operands(x, weight, norm)
-    n_out = operands["weight"].shape[0]
+        return linear_ref(x, weight, bias, norm, activation, residual, index)
+    rows, arguments = _operands(x, weight, norm)
+    n_out = arguments["weight"].shape[0] if index is None else len(index)
     y = x.new_empty(*x.shape[:-1], n_out // 2 if activation == "swiglu" else n_out)
-    grid = (triton.cdiv(len(rows), 16), triton.cdiv(n_out, tile["BN"]))  # neighbours share weights
     residual = None if residual is None else as_rows(residual)
+    int4 = isinstance(weight, QuantizedWeight) and weight.bits == 4
+    grid = (triton.cdiv(len(rows), 16), triton.cdiv(n_out, arguments["BN"]))  # neighbours share weights
     _linear_kernel[grid](
-        rows, bias=bias, residual=residual, y=y, n_rows=len(rows), N_OUT=n_out, ACTIVATION=activation,
-        residual_stride=0 if residual is None else residual.stride(0), **operands, **tile,
+        rows, index=index, bias=bias, residual=residual, y=y, residual_stride=0 if residual is None else residual.stride(0),
+        offset=weight.offset if int4 else None, GROUP=weight.group if int4 else 0, N_OUT=n_out, ACTIVATION=activation,
+        **arguments,
     )  # fmt: skip
     return y
 
