@@ -622,11 +622,11 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 @jit
 def _moments(x, live, eps, N_IN: tl.constexpr, CENTRE: tl.constexpr):
     """Mean and 1 / deviation of 16 rows; x (16, 1) pointers. Chunks are merged as in Chan et al.: no cancellation."""
-    BLOCK: tl.constexpr = 256 if CENTRE else 512  # as the registers allow
+    BLOCK: tl.constexpr = 256 if CENTRE else 16384 // x.dtype.element_ty.primitive_bitwidth  # as registers allow
     at = tl.arange(0, BLOCK)
     mean = tl.zeros((16,), tl.float32)
     squares = tl.zeros((16,), tl.float32)  # of what is left when the mean is taken off
-    for first in tl.range(0, N_IN, BLOCK, num_stages=3):
+    for first in tl.range(0, N_IN, BLOCK, num_stages=3 if CENTRE else 2):
         inside = live[:, None] & (first + at < N_IN)[None, :]
         chunk = tl.load(x + first + at[None, :], mask=inside, other=0.0).to(tl.float32)
         if CENTRE:
@@ -812,7 +812,7 @@ def _operands(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, norm: Nor
         stages += scale is not None
     arguments = {"weight": data.contiguous(), "scale": scale, "norm_weight": gain, "norm_bias": shift, "eps": eps}
     arguments |= {"n_rows": n_rows, "x_stride": x.stride(0), "N_IN": n_in, "BN": block_n, "BK": block_k}
-    return x, arguments | {"num_warps": 4, "num_stages": stages, "enable_fp_fusion": True}
+    return x, arguments | {"num_warps": 8 if x.dtype == torch.float32 else 4, "num_stages": stages, "enable_fp_fusion": True}
 
 
 def linear(
