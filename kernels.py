@@ -896,6 +896,8 @@ def exit_confidence_ref(
 
     vocab: sorted ids (int64) that the head knows; ids from n_used on are padding. Ties go to the lowest id.
     """
+    if isinstance(weight, QuantizedWeight):
+        weight = dequantize(weight, x.dtype, x.shape[-1])
     logits = linear_ref(x, weight if vocab is None else weight[vocab], norm=norm)
     if vocab is None and n_used is not None:
         logits = logits[..., :n_used]
@@ -905,14 +907,115 @@ def exit_confidence_ref(
     return tokens, _log_prob(logits, best), confidence(logits, kind)
 
 
-def exit_confidence(x, weight, norm=None, vocab=None, n_used=None, kind="max_prob", impl: str = "auto"):
-    return exit_confidence_ref(x, weight, norm, vocab, n_used, kind)
+@jit(do_not_specialize=["n_rows"])
+def _exit_kernel(
+    x, weight, scale, vocab, norm_weight, norm_bias, partial, n_rows, x_stride, eps,
+    N_IN: tl.constexpr, N_OUT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """What a block of BN logits has to say of each row, partial (5, n_rows, blocks): best, its id, second, mass, slope."""
+    row = tl.program_id(0) * 16 + tl.arange(0, 16)
+    live = row < n_rows
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    rows = tl.minimum(column, N_OUT - 1).to(tl.int64)
+    if vocab is not None:
+        rows = tl.load(vocab + rows)
+    x += row.to(tl.int64)[:, None] * x_stride
+    z = _products(x, live, weight, rows, norm_weight, norm_bias, eps, N_IN, BN, BK)
+    if scale is not None:
+        z *= tl.load(scale + rows)[None, :]
+    z = z.to(x.dtype.element_ty).to(tl.float32)  # the logits that linear writes: both choose the same token
+    z = tl.where((column < N_OUT)[None, :], z, -float("inf"))
+    best = tl.max(z, 1)
+    chosen = tl.min(tl.where(z == best[:, None], column[None, :], N_OUT - 1), 1)  # NaN: some id, and a mass of NaN
+    second = tl.max(tl.where(column[None, :] == chosen[:, None], -float("inf"), z), 1)
+    below = (z - tl.where(best == -float("inf"), 0.0, best)[:, None]) * 1.4426950408889634
+    weight_of = tl.exp2(below)
+    slope = tl.sum(tl.where(weight_of > 0, weight_of * below, 0.0), 1)
+    n_blocks = tl.num_programs(1)
+    partial += row * n_blocks + tl.program_id(1)
+    step = n_rows * n_blocks
+    tl.store(partial, best, mask=live)
+    tl.store(partial + step, chosen.to(tl.float32), mask=live)  # exact below 2^24
+    tl.store(partial + 2 * step, second, mask=live)
+    tl.store(partial + 3 * step, tl.sum(weight_of, 1), mask=live)
+    tl.store(partial + 4 * step, slope, mask=live)
+
+
+@jit(do_not_specialize=["n_rows"])
+def _exit_merge_kernel(
+    partial, vocab, tokens, log_probs, confidences, n_rows, n_blocks,
+    N_OUT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < n_blocks
+    partial += row * n_blocks + at
+    step = n_rows * n_blocks
+    bests = tl.load(partial, mask=inside, other=-float("inf"))
+    ids = tl.load(partial + step, mask=inside, other=N_OUT - 1).to(tl.int32)
+    seconds = tl.load(partial + 2 * step, mask=inside, other=-float("inf"))
+    masses = tl.load(partial + 3 * step, mask=inside, other=0.0)
+    slopes = tl.load(partial + 4 * step, mask=inside, other=0.0)
+    best = tl.max(bests, 0)
+    chosen = tl.min(tl.where(bests == best, ids, N_OUT - 1), 0)
+    second = tl.max(tl.maximum(seconds, tl.where(ids == chosen, -float("inf"), bests)), 0)
+    below = tl.where(bests == -float("inf"), -float("inf"), (bests - best) * 1.4426950408889634)
+    share = tl.exp2(below)
+    mass = tl.sum(masses * share, 0)
+    if KIND == "max_prob":
+        confidence_of = 1.0 / mass
+    elif KIND == "margin":
+        confidence_of = (1.0 - tl.exp2((second - best) * 1.4426950408889634)) / mass
+    else:  # H = ln(mass) - ln(2) * slope / mass
+        slope = tl.sum(tl.where(share > 0, share * (slopes + below * masses), 0.0), 0)
+        entropy = tl.log(mass) - 0.6931471805599453 * slope / mass
+        confidence_of = 1.0 - entropy / tl.log(tl.maximum(N_OUT, 2.0))
+    token = chosen.to(tl.int64)
+    if vocab is not None:
+        token = tl.load(vocab + token)
+    tl.store(tokens + row, token)
+    tl.store(log_probs + row, -tl.log(mass))
+    tl.store(confidences + row, confidence_of)
+
+
+def exit_confidence(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    norm: Norm | None = None,
+    vocab: torch.Tensor | None = None,
+    n_used: int | None = None,
+    kind: str = "max_prob",
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    int4 = isinstance(weight, QuantizedWeight) and weight.bits == 4
+    if kind not in CONFIDENCES or int4 or not few_rows(impl, x, weight, *(norm or ())[:2]):
+        return exit_confidence_ref(x, weight, norm, vocab, n_used, kind)
+    rows, arguments = _operands(x, weight, norm)
+    n_out = len(arguments["weight"]) if n_used is None else n_used
+    n_out = n_out if vocab is None else len(vocab)
+    n_rows, n_blocks = len(rows), triton.cdiv(n_out, arguments["BN"])
+    partial = torch.empty(5, n_rows, n_blocks, dtype=torch.float32, device=x.device)
+    _exit_kernel[(triton.cdiv(n_rows, 16), n_blocks)](rows, vocab=vocab, partial=partial, N_OUT=n_out, **arguments)
+    tokens = x.new_empty(n_rows, dtype=torch.int64)
+    log_probs, confidences = x.new_empty(2, n_rows, dtype=torch.float32)
+    _exit_merge_kernel[(n_rows,)](
+        partial, vocab, tokens, log_probs, confidences, n_rows, n_blocks, n_out, kind,
+        triton.next_power_of_2(n_blocks), num_warps=8, enable_fp_fusion=True,
+    )  # fmt: skip
+    return tokens, log_probs, confidences
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # linear: a product with the few rows of a decode or verify step
 #
 #     norm(x) (n, in)    weight (out, in)   read once, whatever n: a step of n rows should cost what one row costs
+#
+#     one program      weight[16 or 32 rows, all of in] x 16 rows of x; each warp takes its own slice of in, so that
+#                      nothing is converted or normalised twice, and the slices are added in a fixed order
+#
+#         in ->   |warp 0|warp 1|warp 2|warp 3|warp 0|warp 1|...
+#
+#     A row's bits depend on its own values and on the shape of weight, never on n: tiles always hold 16 rows.
 #     bytes: out * in * element size
 
 
@@ -927,11 +1030,53 @@ class Norm(NamedTuple):
 class QuantizedWeight(NamedTuple):
     """Weight-only quantisation of a matrix (out, in): scale * n + offset, n an integer."""
 
-    data: torch.Tensor  # int8 (out, in); or int4, packed (out, in // 8) int32
-    scale: torch.Tensor  # (out,), or per group (out, in // group)
-    offset: torch.Tensor | None  # per group
+    data: torch.Tensor  # int8 (out, in); or int4, packed (out, in rounded up to 128, // 4) int16
+    scale: torch.Tensor  # float32 (out,); or per group (out, groups)
+    offset: torch.Tensor | None  # None: 0; or per group
     bits: int
     group: int  # in where there is one scale per row
+
+
+PACK = 128  # int4: nibble q of word j of a block holds input q * 32 + j, so that a plane of nibbles meets consecutive x
+
+
+def quantize(weight: torch.Tensor, bits: int = 8, group: int = 128) -> QuantizedWeight:
+    """Round a matrix (out, in) to int8 with a scale per row, or to int4 with scale and offset per group of 32 or 128 inputs.
+
+    int4 scales are bfloat16: with them a weight of group 128 takes 4.25 bits. Integers are chosen for the rounded scales.
+    """
+    weight = weight.detach().float()
+    if bits == 8:
+        scale = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        data = (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+        return QuantizedWeight(data, scale, None, 8, weight.shape[1])
+    if bits != 4 or group not in (32, 128):
+        raise ValueError(f"bits is {bits}, group {group}: choose 8 bits, or 4 bits with group 32 or 128")
+    weight = F.pad(weight, (0, -weight.shape[1] % PACK), mode="replicate")  # what stands behind `in` meets no input
+    groups = weight.unflatten(1, (-1, group))
+    low, high = groups.aminmax(dim=-1)
+    scale, offset = ((high - low) / 15).bfloat16(), low.bfloat16()
+    step = scale.float().clamp(min=torch.finfo(torch.float32).tiny)
+    nibbles = ((groups - offset.float()[..., None]) / step[..., None]).round().clamp(0, 15)
+    return QuantizedWeight(pack_int4(nibbles.flatten(1)), scale, offset, 4, group)
+
+
+def pack_int4(nibbles: torch.Tensor) -> torch.Tensor:
+    """Integers 0..15 (out, in), in a multiple of 128 -> (out, in // 4) int16."""
+    planes = nibbles.to(torch.int32).unflatten(1, (-1, 4, PACK // 4))  # (out, blocks, q, j)
+    words = planes[:, :, 0] | planes[:, :, 1] << 4 | planes[:, :, 2] << 8 | planes[:, :, 3] << 12
+    return words.flatten(1).to(torch.int16)  # wraps
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype, n_in: int) -> torch.Tensor:
+    """The matrix (out, n_in) that a QuantizedWeight stands for, each value computed in float32 and rounded once."""
+    if weight.bits == 8:
+        return (weight.data.float() * weight.scale[:, None]).to(dtype)
+    words = weight.data.int().unflatten(1, (-1, 1, PACK // 4))
+    nibbles = words >> torch.arange(0, 16, 4, device=words.device)[:, None] & 15  # (out, blocks, q, j)
+    groups = nibbles.flatten(1).unflatten(1, (-1, weight.group)).float()
+    full = groups * weight.scale.float()[..., None] + weight.offset.float()[..., None]
+    return full.flatten(1)[:, :n_in].to(dtype)
 
 
 def norm_ref(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -945,18 +1090,24 @@ ACTIVATIONS = (None, "gelu", "swiglu")
 
 def linear_ref(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """residual + activation(norm(x) @ weight.T + bias): x (..., in), weight (out, in) -> (..., out), in the dtype of x.
 
     activation "gelu" is the tanh form (GPT-2); "swiglu" takes the first half of out as the gate: silu(gate) * rest, (..., out // 2).
+    index (out,) int64 takes these rows of a larger weight and bias.
     """
     if norm is not None:
         x = norm_ref(x, norm)
+    if isinstance(weight, QuantizedWeight):
+        weight = dequantize(weight, x.dtype, x.shape[-1])
+    if index is not None:
+        weight, bias = weight[index], None if bias is None else bias[index]
     y = _product(x, weight, bias)
     if activation == "gelu":
         y = F.gelu(y, approximate="tanh")
@@ -978,8 +1129,228 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     return y if bias is None else y + bias
 
 
-def linear(x, weight, bias=None, norm=None, activation=None, residual=None, impl: str = "auto") -> torch.Tensor:
-    return linear_ref(x, weight, bias, norm, activation, residual)
+@jit
+def _moments(x, live, eps, N_IN: tl.constexpr, CENTRE: tl.constexpr):
+    """Mean and 1 / deviation of 16 rows; x (16, 1) pointers. Chunks are merged as in Chan et al.: no cancellation."""
+    BLOCK: tl.constexpr = 256 if CENTRE else 16384 // x.dtype.element_ty.primitive_bitwidth  # as registers allow
+    at = tl.arange(0, BLOCK)
+    mean = tl.zeros((16,), tl.float32)
+    squares = tl.zeros((16,), tl.float32)  # of what is left when the mean is taken off
+    for first in tl.range(0, N_IN, BLOCK, num_stages=3 if CENTRE else 2):
+        inside = live[:, None] & (first + at < N_IN)[None, :]
+        chunk = tl.load(x + first + at[None, :], mask=inside, other=0.0).to(tl.float32)
+        if CENTRE:
+            n = tl.sum((first + at < N_IN).to(tl.float32), 0)
+            apart = tl.sum(chunk, 1) / n - mean
+            chunk = tl.where(inside, chunk - (mean + apart)[:, None], 0.0)
+            squares += apart * apart * (first * n / (first + n))
+            mean += apart * (n / (first + n))
+        squares += tl.sum(chunk * chunk, 1)
+    return mean, 1.0 / tl.sqrt(squares / N_IN + eps)
+
+
+@jit
+def _products(
+    x, live, weight, rows, norm_weight, norm_bias, eps, N_IN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """norm(x) @ weight[rows].T: x (16, 1) pointers, rows (BN,) int64 -> (16, BN) float32; int8 weights as they stand."""
+    CENTRE: tl.constexpr = norm_bias is not None
+    if norm_weight is not None:
+        mean, scale = _moments(x, live, eps, N_IN, CENTRE)
+        shift = -mean * scale
+    at = tl.arange(0, 4)[:, None] * BK + tl.arange(0, BK)[None, :]  # (4, BK): what each warp takes
+    x = x[None, :, :] + at[:, None, :]
+    weight = weight + rows[None, :, None] * N_IN + at[:, None, :]
+    total = tl.zeros((4, 16, BN), tl.float32)
+    for first in range(0, N_IN, 4 * BK):
+        if N_IN % (4 * BK) == 0:
+            inside = at >= 0
+            chunk = tl.load(x + first, mask=live[None, :, None], other=0.0)
+            w = tl.load(weight + first)
+        else:
+            inside = first + at < N_IN
+            chunk = tl.load(x + first, mask=live[None, :, None] & inside[:, None, :], other=0.0)
+            w = tl.load(weight + first, mask=inside[:, None, :], other=0)
+        if norm_weight is not None:  # rounded before the product, as it would be if it were written
+            dtype = chunk.dtype
+            gain = tl.load(norm_weight + first + at, mask=inside, other=0.0).to(tl.float32)
+            chunk = chunk.to(tl.float32) * scale[None, :, None]
+            if CENTRE:
+                chunk = (chunk + shift[None, :, None]) * gain[:, None, :]
+                chunk += tl.load(norm_bias + first + at, mask=inside, other=0.0).to(tl.float32)[:, None, :]
+            else:
+                chunk *= gain[:, None, :]
+            chunk = chunk.to(dtype)
+        total = tl.dot(chunk, tl.permute(w.to(chunk.dtype), (0, 2, 1)), total, input_precision="ieee")
+    return tl.sum(total, 0)
+
+
+@jit
+def _products_int4(
+    x, live, weight, scale, offset, rows, N_IN: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """x @ weight[rows].T for packed int4 with GROUP inputs per scale and offset; a warp takes every fourth block of 128.
+
+    A nibble n or-ed into the mantissa of 16 is the float 16 + n: exact, for one shift and one logic operation. The sum of
+    x over the group, which undoes the 16 and carries the offset, is one more product, with ones: tensor cores have time.
+    """
+    BLOCKS: tl.constexpr = (N_IN + 127) // 128
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    SHIFT: tl.constexpr = 6 if DTYPE == tl.float16 else 3  # mantissa bits - 4
+    SIXTEEN: tl.constexpr = 0x4C00 if DTYPE == tl.float16 else 0x4180  # of float16, of bfloat16
+    LIFT: tl.constexpr = 0.0 if DTYPE == tl.float32 else 16.0
+    block = tl.arange(0, 4)
+    at = block[:, None] * 128 + tl.arange(0, 32)[None, :]  # (4, 32)
+    x = x[None, :, :] + at[:, None, :]
+    weight = weight + rows[None, :, None] * (BLOCKS * 32) + block[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
+    group = (rows[None, None, :] * BLOCKS + block[:, None, None]) * (128 // GROUP)
+    ones = tl.full((4, 32, BN), 1.0, DTYPE)
+    total = tl.zeros((4, 16, BN), tl.float32)
+    for first in range(0, BLOCKS, 4):
+        whole = (first + block < BLOCKS)[:, None, None]
+        words = tl.load(weight + first * 32, mask=whole, other=0)
+        part = tl.zeros((4, 16, BN), tl.float32)
+        sums = tl.zeros((4, 16, BN), tl.float32)
+        for q in tl.static_range(4):
+            inside = first * 128 + q * 32 + at < N_IN
+            chunk = tl.load(x + first * 128 + q * 32, mask=live[None, :, None] & inside[:, None, :], other=0.0)
+            if DTYPE == tl.float32:
+                w = (words >> (4 * q) & 15).to(tl.float32)
+            else:
+                w = words << (SHIFT - 4 * q) if SHIFT > 4 * q else words >> (4 * q - SHIFT)
+                w = (w & (15 << SHIFT) | SIXTEEN).to(tl.int16).to(DTYPE, bitcast=True)
+            part = tl.dot(chunk, tl.permute(w, (0, 2, 1)), part, input_precision="ieee")
+            sums = tl.dot(chunk, ones, sums, input_precision="ieee")
+            if (q + 1) * 32 % GROUP == 0:
+                here = group + first * (128 // GROUP) + q * 32 // GROUP
+                step = tl.load(scale + here, mask=whole, other=0.0).to(tl.float32)
+                low = tl.load(offset + here, mask=whole, other=0.0).to(tl.float32)
+                total += step * part + (low - LIFT * step) * sums
+                part = tl.zeros((4, 16, BN), tl.float32)
+                sums = tl.zeros((4, 16, BN), tl.float32)
+    return tl.sum(total, 0)
+
+
+@jit(do_not_specialize=["n_rows"])  # one binary for all numbers of rows
+def _linear_kernel(
+    x, weight, index, scale, offset, bias, norm_weight, norm_bias, residual, y, n_rows, x_stride, residual_stride, eps,
+    N_IN: tl.constexpr, N_OUT: tl.constexpr, ACTIVATION: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * 16 + tl.arange(0, 16)
+    live = row < n_rows
+    row = row.to(tl.int64)[:, None]
+    # swiglu: gate and up rows alternate, so that a thread holds both of a pair; behind the end the last row is read again
+    PAIR: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1
+    HALF: tl.constexpr = N_OUT // PAIR
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    rows = (tl.minimum(column // PAIR, HALF - 1) + column % PAIR * HALF).to(tl.int64)
+    if index is not None:
+        rows = tl.load(index + rows)
+    if offset is not None:
+        z = _products_int4(x + row * x_stride, live, weight, scale, offset, rows, N_IN, GROUP, BN)
+    else:
+        z = _products(x + row * x_stride, live, weight, rows, norm_weight, norm_bias, eps, N_IN, BN, BK)
+        if scale is not None:
+            z *= tl.load(scale + rows)[None, :]
+    if bias is not None:
+        z += tl.load(bias + rows).to(tl.float32)[None, :]
+    if ACTIVATION == "gelu":  # z * (1 + tanh(u)) / 2 is z * sigmoid(2 u)
+        u = 0.7978845608028654 * (z + 0.044715 * z * z * z)
+        z = z / (1.0 + tl.exp2(u * -2.8853900817779268))
+    if ACTIVATION == "swiglu":
+        gate, up = tl.split(tl.reshape(z, (16, BN // 2, 2)))
+        z = gate / (1.0 + tl.exp2(gate * -1.4426950408889634)) * up
+    out = tl.program_id(1) * (BN // PAIR) + tl.arange(0, BN // PAIR)[None, :]
+    keep = live[:, None] & (out < HALF)
+    if residual is not None:
+        z += tl.load(residual + row * residual_stride + out, mask=keep, other=0.0).to(tl.float32)
+    tl.store(y + row * HALF + out, z.to(y.dtype.element_ty), mask=keep)
+
+
+@jit
+def _norm_kernel(x, weight, bias, y, x_stride, eps, N_IN: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    z = tl.load(x + row * x_stride + at, mask=at < N_IN, other=0.0).to(tl.float32)
+    if bias is not None:
+        z = tl.where(at < N_IN, z - tl.sum(z, 0) / N_IN, 0.0)
+    z *= 1.0 / tl.sqrt(tl.sum(z * z, 0) / N_IN + eps)
+    z *= tl.load(weight + at, mask=at < N_IN, other=0.0).to(tl.float32)
+    if bias is not None:
+        z += tl.load(bias + at, mask=at < N_IN, other=0.0).to(tl.float32)
+    tl.store(y + row * N_IN + at, z.to(y.dtype.element_ty), mask=at < N_IN)
+
+
+MAX_LINEAR_ROWS = 64  # beyond, the library's product: weights are no longer what limits it
+
+
+def few_rows(impl: str, x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, *others: torch.Tensor | None) -> bool:
+    """Whether the kernels below take a product of x and weight; training, long blocks and odd widths have the reference."""
+    data = weight.data if isinstance(weight, QuantizedWeight) else weight
+    fits = 0 < x.numel() <= MAX_LINEAR_ROWS * x.shape[-1] and x.shape[-1] % 16 == 0
+    wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, data, *others))
+    return on_triton(impl, x) and fits and not wants_grad
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """(..., C) -> (n, C), the last dimension contiguous: a view wherever that is one."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _operands(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, norm: Norm | None):
+    """Rows (n, in) and what else a product's launch needs. Tiles follow from dtypes and the weight's shape, never from n.
+
+    24 KB of weights in flight per SM hide the memory's latency at 4 TB/s; shared memory stays below 64 KB, AMD's limit.
+    """
+    x = as_rows(x)
+    n_rows, n_in = x.shape
+    data, scale, offset = weight[:3] if isinstance(weight, QuantizedWeight) else (weight, None, None)
+    if offset is not None and norm is not None:  # inside, it would double the 4.1 operations per weight that int4 takes
+        y, block = torch.empty(x.shape, dtype=x.dtype, device=x.device), triton.next_power_of_2(n_in)
+        _norm_kernel[(n_rows,)](
+            x, norm.weight, norm.bias, y, x.stride(0), norm.eps, n_in, block, num_warps=8, enable_fp_fusion=True
+        )
+        x, norm = y, None
+    gain, shift, eps = norm or (None, None, 0.0)
+    if x.dtype == torch.float32:
+        block_n, block_k, stages = 16, 32, 2
+    elif offset is not None:
+        block_n, block_k, stages = 32, 128, 3
+    else:  # narrow matrices take small blocks, to reach all SMs
+        block_n, block_k, stages = (32, 64, 3) if data.shape[0] >= 4096 else (16, 64, 4)
+        stages += scale is not None
+    arguments = {"weight": data.contiguous(), "scale": scale, "norm_weight": gain, "norm_bias": shift, "eps": eps}
+    arguments |= {"n_rows": n_rows, "x_stride": x.stride(0), "N_IN": n_in, "BN": block_n, "BK": block_k}
+    return x, arguments | {"num_warps": 8 if x.dtype == torch.float32 else 4, "num_stages": stages, "enable_fp_fusion": True}
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}: choose {', '.join(map(str, ACTIVATIONS))}")
+    if not few_rows(impl, x, weight, bias, residual, *(norm or ())[:2]):
+        return linear_ref(x, weight, bias, norm, activation, residual, index)
+    rows, arguments = _operands(x, weight, norm)
+    n_out = arguments["weight"].shape[0] if index is None else len(index)
+    y = x.new_empty(*x.shape[:-1], n_out // 2 if activation == "swiglu" else n_out)
+    residual = None if residual is None else as_rows(residual)
+    int4 = isinstance(weight, QuantizedWeight) and weight.bits == 4
+    grid = (triton.cdiv(len(rows), 16), triton.cdiv(n_out, arguments["BN"]))  # neighbours share weights
+    _linear_kernel[grid](
+        rows, index=index, bias=bias, residual=residual, y=y, residual_stride=0 if residual is None else residual.stride(0),
+        offset=weight.offset if int4 else None, GROUP=weight.group if int4 else 0, N_OUT=n_out, ACTIVATION=activation,
+        **arguments,
+    )  # fmt: skip
+    return y
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ class KVCache:
 class Linear(nn.Linear):
     def forward(self, x, norm: Norm | None = None, activation=None, residual=None, impl: str = "auto"):
         parameters = None if norm is None else norm.parameters_of()
-        return kernels.linear(x, self.weight, self.bias, parameters, activation, residual, impl)
+        return kernels.linear(x, self.weight, self.bias, parameters, activation, residual, impl=impl)
 
 
 class Norm(nn.Module):
@@ -207,12 +207,15 @@ class ExitHead(nn.Module):
         self.norm = Norm(config)
         self.adapters = nn.ModuleDict({name: Linear(config.n_embd, config.n_embd) for name in config.exit_adapters})
 
-    def forward(self, x, adapter: str):
-        z = self.norm(x)
+    def forward(self, x, adapter: str, impl: str = "auto"):
+        return self.norm(self.adapt(x, adapter, impl))
+
+    def adapt(self, x, adapter: str, impl: str = "auto"):
+        """u: what the output matrix reads once it is normalised, which is left to the product."""
         if adapter not in self.adapters:
-            return z
+            return x
         size = kernels.full_precision(x).square().mean(-1, keepdim=True).sqrt().to(x.dtype)
-        return self.norm(x + size * self.adapters[adapter](z))
+        return x + size * self.adapters[adapter](x, self.norm, impl=impl)
 
 
 class GPT(nn.Module):
@@ -303,25 +306,36 @@ class GPT(nn.Module):
 
     def logits(self, x, exit_layer: int | None = None, adapter: str = "exit") -> torch.Tensor:
         """x (..., C) -> (..., V) by the final head, or by the head of an exit; -inf for padding and outside exit_vocab."""
-        weight = self.token_embedding.weight if self.output is None else self.output.weight
-        n_used = self.config.n_vocab_used
-        if exit_layer is None:
-            logits = kernels.linear(x, weight, norm=self.final_norm.parameters_of(), impl=self.impl)
-        else:
-            if exit_layer not in self.config.exit_layers:
-                raise ValueError(f"exit_layer is {exit_layer}: this model has exits {self.config.exit_layers}")
-            if adapter not in ("exit", "draft"):
-                raise ValueError(f"adapter is {adapter!r}: choose exit or draft")
-            x = self.exits[str(exit_layer)](x, adapter)
-            if self.exit_vocab is not None:
-                known = kernels.linear(x, weight[self.exit_vocab], impl=self.impl)
-                logits = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
-                logits[..., self.exit_vocab] = known
-                return logits
-            logits = kernels.linear(x, weight, impl=self.impl)
-        if n_used < self.config.vocab_size:
+        n_used, norm, vocab = self.config.n_vocab_used, self.final_norm, None
+        if exit_layer is not None:
+            head, vocab = self._exit(exit_layer, adapter), self.exit_vocab
+            x, norm = head.adapt(x, adapter, self.impl), head.norm
+        logits = kernels.linear(x, self.output_weight, norm=norm.parameters_of(), index=vocab, impl=self.impl)
+        if vocab is not None:
+            known = logits
+            logits = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
+            logits[..., vocab] = known
+        elif n_used < self.config.vocab_size:
             logits[..., n_used:] = -torch.inf
         return logits
+
+    def exit_confidence(self, x, exit_layer: int, kind: str = "max_prob"):
+        """What the exit's head says of x (N, C): the best token, its log-probability and a confidence, each (N,)."""
+        head = self._exit(exit_layer, "exit")
+        x, norm = head.adapt(x, "exit", self.impl), head.norm.parameters_of()
+        n_used = self.config.n_vocab_used
+        return kernels.exit_confidence(x, self.output_weight, norm, self.exit_vocab, n_used, kind, self.impl)
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        return self.token_embedding.weight if self.output is None else self.output.weight
+
+    def _exit(self, exit_layer: int, adapter: str) -> ExitHead:
+        if exit_layer not in self.config.exit_layers:
+            raise ValueError(f"exit_layer is {exit_layer}: this model has exits {self.config.exit_layers}")
+        if adapter not in ("exit", "draft"):
+            raise ValueError(f"adapter is {adapter!r}: choose exit or draft")
+        return self.exits[str(exit_layer)]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens (B, T) -> logits (B, T, V), no cache: training and scoring."""
