@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import decode
 import kernels
 import rounds
+from early_exit import EarlyExitSegments, EarlyExitStep, early_exit_generate
 from decode import PlainStep, SamplingParams, generate, run_loop
 from rounds import Rounds, RoundStep
 from speculative import ExitDrafter, ModelDrafter, SpeculativeRounds, SpeculativeStep, speculative_generate
@@ -55,5 +56,20 @@ def pairs(model, width):
 def test_rounds_of_the_device_equal_the_steps_of_the_host(arch, width, sampling):
     model = tiny_model(arch)
     for name, (step, alone) in pairs(model, width).items():
-        theirs = run_loop(model, PROMPTS, sampling, step())
-        assert_same(run_loop(model, PROMPTS, sampling, alone()), theirs), name
+        print(name)
+        assert_same(run_loop(model, PROMPTS, sampling, alone()), run_loop(model, PROMPTS, sampling, step()))
+
+
+EXITS = [([0.5, 0.5, 0.5], "max_prob", 3), ([0.2, 1.5, 0.3], "margin", 1), ([0.3, 0.3, 2.0], "entropy", 8),
+         ([2.0, 2.0, 2.0], "max_prob", 2), ([0.0, 0.0, 0.0], "max_prob", 4)]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("kv_fill", ["recompute", "propagate"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_segments_of_the_device_equal_the_steps_of_the_host(arch, kv_fill, sampling):
+    model = tiny_model(arch)
+    for thresholds, confidence, max_parked in EXITS:
+        how = (thresholds, confidence, kv_fill, max_parked)
+        theirs = run_loop(model, PROMPTS, sampling, EarlyExitStep(*how, False))
+        assert_same(run_loop(model, PROMPTS, sampling, EarlyExitSegments(*how)), theirs)
