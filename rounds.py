@@ -225,7 +225,7 @@ class RoundStep:
     def commit(self, batch: Batch, rows: list[int], kept: list[list[int]]) -> None:
         for row in rows:
             if batch.generations[row].finish_reason == "stop":  # the device knows of the other ends
-                self.rounds.state.limits[row] = 0
+                self.rounds.state.limits[row].zero_()  # an assignment would copy from the host, and wait
 
     def finish(self, batch: Batch) -> None:
         pass
