@@ -22,6 +22,7 @@ import torch
 
 import kernels
 from model import GPT, KVCache
+from rounds import RoundStep, runs_alone
 
 PREFILL_CHUNK = 512  # tokens per pass while reading a prompt: bounds the (T, S) scores
 
@@ -85,7 +86,8 @@ class SamplingParams:
 class DecodeStats:
     """Counters of one row. Prefill counts as no round and no pass.
 
-    Times are in seconds; those of prefill, drafting and verifying are the batch's, whole, in each of its rows.
+    Times are in seconds; those of prefill, drafting and verifying are the batch's, whole, in each of its rows. Where the
+    device runs rounds by itself, verifying is all of a round, as long as the host waited for it.
     """
 
     rounds: int = 0
@@ -448,6 +450,17 @@ class Batch:
         self.sampler.rounds[row] += 1
         return block.tokens[:kept]
 
+    def judged(
+        self, row: int, tokens: list[int], log_probs: list[float], n_accepted: int, n_drafted: int, layer_passes: int
+    ) -> Block:
+        """The block of a round in which n_accepted of n_drafted tokens held, and one more was drawn."""
+        n = n_accepted + 1
+        for log_prob in log_probs[:n]:
+            check_drawn(row, log_prob)
+        last = "plain" if n_drafted == 0 else "corrected" if n_accepted < n_drafted else "bonus"
+        sources, n_layer = ["draft"] * n_accepted + [last], self.model.config.n_layer
+        return Block(tokens[:n], log_probs[:n], sources, [n_layer] * n, n_drafted, layer_passes)
+
     def finish(self) -> list[Generation]:
         for row, out in enumerate(self.generations):
             out.finish_reason = out.finish_reason or "interrupted"
@@ -506,6 +519,11 @@ class PlainStep:
         pass
 
 
+def plain_step(model: GPT, sampling: SamplingParams):
+    """PlainStep, or where the device can go on alone its counterpart in rounds.py: the same tokens."""
+    return RoundStep() if runs_alone(model, sampling) else PlainStep()
+
+
 @torch.inference_mode()
 def run_loop(
     model: GPT, prompts, sampling: SamplingParams, step, tokenizer=None, on_tokens=None, control: str | None = None
@@ -553,4 +571,4 @@ def generate(
 
     control names a file that is read every round (see plain_requested); here it changes nothing.
     """
-    return run_loop(model, prompts, sampling, PlainStep(), tokenizer, on_tokens, control)
+    return run_loop(model, prompts, sampling, plain_step(model, sampling), tokenizer, on_tokens, control)

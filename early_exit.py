@@ -16,13 +16,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from numbers import Real
 
 import torch
 
 import kernels
-from decode import Batch, Block, Generation, SamplingParams, pack, run_loop
+from decode import Batch, Block, Generation, SamplingParams, check_drawn, pack, run_loop
 from model import GPT
+from rounds import captured, runs_alone
 
 
 class Depths:
@@ -214,6 +216,123 @@ class EarlyExitStep:
                 batch.generations[row].stats.layer_passes += self.depths.take_passes(row)
 
 
+class EarlyExitSegments:
+    """EarlyExitStep in one launch per segment (rounds.py), its head and the draw included; the host decides after each.
+
+    orders (4, B)              what the host asks of a segment: token, first position, rows (0: sits out), rows waiting below
+    waiting (B, 1 + n + 1, C)  in front of each deeper segment; the last place takes what is meant for none
+    """
+
+    def __init__(self, thresholds, confidence: str, kv_fill: str, max_parked: int):
+        self.thresholds, self.confidence, self.kv_fill, self.max_parked = thresholds, confidence, kv_fill, max_parked
+
+    def start(self, batch: Batch) -> None:
+        self.batch, model = batch, batch.model
+        config, n_rows, device = model.config, len(batch.tokens), model.device
+        self.bounds = (0, *config.exit_layers, config.n_layer)
+        self.computed = [[len(tokens) - 1] * (len(self.bounds) - 1) for tokens in batch.tokens]  # as in Depths
+        self.orders = torch.zeros(4, n_rows, dtype=torch.int64, device=device)
+        self.slots = torch.arange(self.max_parked + 1, device=device)
+        shape = (n_rows, self.max_parked + 2, config.n_embd)
+        self.waiting = [None] + [torch.zeros(shape, dtype=model.dtype, device=device) for _ in config.exit_layers]
+        self.graphs: dict[tuple, Callable] = {}
+
+    def launch(self, function: Callable, segment: int, *how, orders: dict[int, tuple]) -> torch.Tensor:
+        """Give a few rows their orders, then run; what has not run yet is captured while all rows sit out."""
+        key = (function.__name__, segment, *how)
+        if key not in self.graphs:
+            self.orders.zero_()
+            self.graphs[key] = captured(partial(function, segment, *how), self.batch.model.device)
+        columns = [orders.get(row, (0, 0, 0, 0)) for row in range(len(self.batch.tokens))]
+        self.orders.copy_(torch.tensor(columns).t(), non_blocking=True)
+        return self.graphs[key]()
+
+    def segment(self, segment: int, ask: bool) -> torch.Tensor:
+        """Rows that wait, and where it begins the new token, through a segment: token, log-probability, sure or not (B, 3)."""
+        batch, model, deepest = self.batch, self.batch.model, segment == len(self.bounds) - 2
+        tokens, start, n, below = self.orders
+        slots = self.slots[: 1 if segment == 0 else None]
+        going = slots < n[:, None]  # (B, T)
+        at = torch.where(going, start[:, None] + slots, -1)
+        x = model.embed(tokens[:, None], at) if segment == 0 else self.waiting[segment][:, :-1]  # (B, T, C)
+        x = model.run_layers(x, batch.cache, at, self.bounds[segment], self.bounds[segment + 1])
+        if not deepest:  # it waits there, however soon it goes on
+            place = torch.where(going, below[:, None] + slots, len(self.slots))
+            self.waiting[segment + 1].scatter_(1, place[:, :, None].expand_as(x), x)
+        if not ask:
+            return x
+        x = x.gather(1, (n - 1).clamp(min=0)[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]  # (B, C)
+        logits = model.logits(x) if deepest else model.logits(x, self.bounds[segment + 1])
+        tokens, log_probs, _ = kernels.sample_token(
+            logits, batch.sampler.seeds, start + n, **batch.sampler.law, impl=model.impl
+        )
+        sure = going[:, 0] if deepest else kernels.confidence(logits, self.confidence) >= self.thresholds[segment]
+        return torch.stack((tokens.double(), log_probs.double(), sure.double()), 1)
+
+    def propagate(self, segment: int) -> torch.Tensor:
+        """Approximate: the one row that waits in front of a segment gives the keys and values of all layers from there on."""
+        _, start, n, _ = self.orders
+        at = torch.where(n > 0, start, -1)[:, None]
+        self.batch.model.fill_kv(self.waiting[segment][:, :1], self.batch.cache, at, self.bounds[segment])
+        return at
+
+    def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
+        began = time.perf_counter()
+        computed, blocks, going, n_segments = self.computed, {}, rows, len(self.bounds) - 1
+        for segment in range(n_segments):
+            deepest, n_run, orders = segment == n_segments - 1, self.bounds[segment + 1], {}
+            for row in going:
+                held = computed[row]
+                n = held[segment - 1] - held[segment] if segment > 0 else 1
+                orders[row] = (
+                    batch.tokens[row][-1],
+                    held[segment],
+                    n,
+                    0 if deepest else held[segment] - held[segment + 1],
+                )
+                held[segment] += n
+            free = [deepest or (not plain and computed[r][0] - computed[r][-1] <= self.max_parked) for r in going]
+            ask = deepest or (self.thresholds[segment] <= 1 and any(free))
+            results = self.launch(self.segment, segment, ask, orders=orders)
+            if not ask:
+                continue
+            results = results.tolist()
+            leaving = [row for row, may in zip(going, free) if may and results[row][2]]
+            for row in leaving:
+                token, log_prob, _ = results[row]
+                check_drawn(row, log_prob)
+                blocks[row] = Block([int(token)], [log_prob], ["plain" if deepest else "exit"], [n_run], 0, n_run)
+            going = [row for row in going if row not in blocks]
+            if self.kv_fill == "propagate" and leaving and not deepest:
+                orders = {row: (0, computed[row][segment + 1], 1, 0) for row in leaving}
+                self.launch(self.propagate, segment + 1, orders=orders)
+                for row in leaving:
+                    computed[row][segment + 1 :] = [computed[row][0]] * (n_segments - segment - 1)
+            if not going:
+                break
+        for row in rows:
+            batch.generations[row].stats.verify_seconds += time.perf_counter() - began
+        return [blocks[row] for row in rows]
+
+    def commit(self, batch: Batch, rows: list[int], kept: list[list[int]]) -> None:
+        pass
+
+    def finish(self, batch: Batch) -> None:
+        pass
+
+
+def early_exit_step(
+    model: GPT, sampling: SamplingParams, thresholds, confidence: str, kv_fill: str, max_parked: int, audit: bool
+):
+    """EarlyExitStep, or where each segment can be one launch its counterpart: the same tokens.
+
+    That takes Triton kernels, no penalty, no bias and no audit, and no more parked rows than an attention kernel takes.
+    """
+    if runs_alone(model, sampling) and not audit and max_parked < kernels.MAX_ROWS:
+        return EarlyExitSegments(thresholds, confidence, kv_fill, max_parked)
+    return EarlyExitStep(thresholds, confidence, kv_fill, max_parked, audit)
+
+
 def check_thresholds(threshold, exit_layers: Sequence[int]) -> list[float]:
     """One threshold, or one per exit -> one per exit; ValueError for what cannot be one."""
     values = [threshold] * len(exit_layers) if isinstance(threshold, Real) else threshold
@@ -265,5 +384,5 @@ def early_exit_generate(
         raise ValueError(f"max_parked is {max_parked!r}: it must be an integer >= 1")
     if audit and kv_fill == "propagate":
         raise ValueError("audit needs kv_fill='recompute': propagated rows never reach the full head")
-    step = EarlyExitStep(thresholds, confidence, kv_fill, max_parked, audit)
+    step = early_exit_step(model, sampling, thresholds, confidence, kv_fill, max_parked, audit)
     return run_loop(model, prompts, sampling, step, tokenizer, on_tokens, control)

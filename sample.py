@@ -21,6 +21,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import codecs
 import functools
+import importlib.util
 import io
 import json
 import math
@@ -35,10 +36,10 @@ from statistics import median
 import torch
 
 import kernels
-from checkpoint import check_pair, flag, listed, load_checkpoint, parse_flags
-from decode import Generation, PlainStep, SamplingParams, heed, run_loop
-from early_exit import EarlyExitStep, check_thresholds
-from speculative import ExitDrafter, ModelDrafter, NGramDrafter, SpeculativeStep
+from checkpoint import check_pair, flag, listed, load_checkpoint, parse_flags, pick_device
+from decode import Generation, SamplingParams, heed, plain_step, run_loop
+from early_exit import check_thresholds, early_exit_step
+from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_step
 
 DEFAULT_PROMPT = 'def parse_header(line):\n    """Parse a header line and return its name and value."""'
 MODES = ("compare", "plain", "speculative", "early-exit", "auto")
@@ -83,7 +84,9 @@ class Config:
     json: bool = flag(False, "one JSON object per sample and mode on stdout, and nothing else there")
     chat: bool = flag(False, "the prompt is a message to an instruct model: not there yet")
     threads: int = flag(0, "CPU threads: more than there are cores is slower; 0 leaves it to torch")
-    impl: str = flag("auto", "torch runs anywhere, triton faster: not there yet", ("auto", "triton", "torch"))
+    impl: str = flag(
+        "auto", "torch runs anywhere, triton is faster on a GPU; auto: triton there", kernels.IMPLEMENTATIONS
+    )
     control: str | None = flag(None, "a file, read every round: decoding is plain while it says plain", parse=str)
 
     def __post_init__(self):
@@ -91,7 +94,6 @@ class Config:
         for good, message in (
             (self.quantize is None, "--quantize is not there yet: leave it out"),
             (not self.chat, "--chat is not there yet: leave it out, and put the model's own markers into --prompt"),
-            (self.impl != "triton", "--impl triton is not there yet: choose auto or torch"),
             (k == "auto" or k >= 0, f"--draft-len is {k}: it must be an integer >= 0, or auto"),
             (1 <= self.num_samples <= 1024, f"--num-samples is {self.num_samples}: it must be from 1 to 1024"),
             (0 <= self.threads <= 1024, f"--threads is {self.threads}: it must be from 0 to 1024"),
@@ -133,7 +135,7 @@ class Session:
 
     def __init__(self, config: Config):
         self.config, self.text = config, read_prompt(config.prompt)
-        self.model, self.tokenizer = load_checkpoint(config.model, config.device, config.dtype)
+        self.model, self.tokenizer = self.load(config.model)
         name, exits, block_size = config.model, self.model.config.exit_layers, self.model.config.block_size
         if self.tokenizer is None:
             raise ValueError(f"{name} has no tokenizer that can be read here: sample.py needs one")
@@ -154,6 +156,17 @@ class Session:
         ways = {"plain": True, "speculative": self.drafter is not None, "early-exit": bool(exits)}
         self.modes = [mode for mode, there in ways.items() if there] if config.mode == "compare" else [config.mode]
 
+    def load(self, name: str):
+        config = self.config
+        if config.impl == "triton":
+            on_cpu = pick_device(config.device).type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
+            if on_cpu or importlib.util.find_spec("triton") is None:
+                what = "needs a GPU, or the very slow TRITON_INTERPRET=1" if on_cpu else "needs the package triton"
+                raise ValueError(f"--impl triton {what}: choose auto or torch")
+        model, tokenizer = load_checkpoint(name, config.device, config.dtype)
+        model.impl = config.impl
+        return model, tokenizer
+
     def add_drafter(self) -> None:
         config, ours = self.config, self.tokenizer
         if config.draft is None:
@@ -164,7 +177,7 @@ class Session:
             layers = config.exit_layer or self.model.config.exit_layers[:1]
             self.drafter = ExitDrafter(self.model, layers, confidence=config.confidence)
         elif self.draft != "none":
-            model, theirs = load_checkpoint(self.draft, config.device, config.dtype)
+            model, theirs = self.load(self.draft)
             check_pair(config.model, ours, self.draft, theirs)
             self.drafter = ModelDrafter(model)
             self.drafter.check_target(self.model)
@@ -172,12 +185,15 @@ class Session:
     def decode(self, mode: str, show=lambda row, tokens, sources: None) -> list[Generation]:
         """show hears what is committed."""
         config, exits = self.config, self.model.config.exit_layers
-        step = PlainStep()
+        both = self.model, self.sampling
         if mode == "early-exit":
             thresholds = [config.exit_threshold if e in (config.exit_layer or exits) else math.inf for e in exits]
-            step = EarlyExitStep(thresholds, config.confidence, config.kv_fill, max_parked=8, audit=False)
+            step = early_exit_step(*both, thresholds, config.confidence, config.kv_fill, max_parked=8, audit=False)
         elif mode != "plain" and self.drafter is not None:
-            step = SpeculativeStep(self.drafter, "auto" if mode == "auto" else config.draft_len, config.verify)
+            draft_len = "auto" if mode == "auto" else config.draft_len
+            step = speculative_step(*both, self.drafter, draft_len, config.verify)
+        else:
+            step = plain_step(*both)
         prompts = [self.prompt] * config.num_samples
         return run_loop(self.model, prompts, self.sampling, Shown(step, show), self.tokenizer, control=config.control)
 

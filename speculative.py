@@ -22,6 +22,7 @@ import kernels
 from decode import Batch, Block, Generation, SamplingParams, pack, read_tokens, run_loop
 from early_exit import Depths, check_confidence, check_thresholds, last_rows, pad
 from model import GPT
+from rounds import Drafting, Rounds, RoundStep, runs_alone
 
 MAX_AUTO_DRAFT = 8
 
@@ -51,10 +52,8 @@ class ModelDrafter:
         """1. read the committed tokens that the cache lacks   2. draw, feed what was drawn, draw again, max_k times."""
         room = [min(max_k, self.capacity - len(self.tokens[row]) + 1) for row in rows]
         live = [row for row, k in zip(rows, room) if k > 0]
-        if min(room) < min(max_k, 1) and not self.warned:
-            self.warned = True
-            full = self.model.config.block_size
-            warnings.warn(f"the drafter's context of {full} tokens is full: decoding goes on plainly", stacklevel=2)
+        if min(room) < min(max_k, 1):
+            self.warn_full()
         n = torch.tensor([max(k, 0) for k in room], device=sampler.device)
         if not live:
             return torch.zeros(len(rows), 0, dtype=torch.int64, device=sampler.device), None, n
@@ -90,6 +89,28 @@ class ModelDrafter:
             self.held[row] += n_same
             self.tokens[row] += new
             self.fed[row] = []
+
+    def warn_full(self) -> None:
+        if not self.warned:
+            self.warned = True
+            full = self.model.config.block_size
+            warnings.warn(f"the drafter's context of {full} tokens is full: decoding goes on plainly", stacklevel=3)
+
+    # On the device (rounds.py) a round begins with the last two committed tokens; those before them are to be held.
+
+    def drafting(self) -> Drafting:
+        return Drafting(self.model, self.cache, self.model.config.n_layer, (), self.capacity)
+
+    def catch_up(self, rows: list[int]) -> None:
+        fits = [len(self.tokens[row]) <= self.capacity for row in rows]
+        pending = [self.tokens[row][self.held[row] : -1] if fit else [] for row, fit in zip(rows, fits)]
+        read_tokens(self.model, self.cache.rows(rows), pending, [self.held[row] for row in rows])
+        for row, tokens in zip(rows, pending):
+            self.held[row] += len(tokens)
+
+    def drafted_on_device(self, rows: list[int]) -> None:
+        for row in rows:
+            self.held[row] = max(len(self.tokens[row]) - 2, 0)
 
 
 def _spread(x: torch.Tensor, where: list[int], n_rows: int) -> torch.Tensor:
@@ -201,6 +222,11 @@ class ExitDrafter:
     def commit(self, rows: list[int], tokens: list[list[int]], hidden) -> None:
         pass
 
+    def drafting(self) -> Drafting:
+        (exit_layer,) = self.exit_layers
+        batch = self.depths.batch
+        return Drafting(self.model, batch.cache, exit_layer, (exit_layer, "draft"), batch.capacity)
+
 
 class DraftLength:
     """The number of drafts to ask for, per row: fixed, or "auto".
@@ -273,17 +299,11 @@ class SpeculativeStep:
             rows, batch.model.logits(x), drafts, draft_logits, n_drafted
         )
         verified_at = time.perf_counter()
-        n_layer = batch.model.config.n_layer
         blocks = []
         for i, row in enumerate(rows):
-            n = n_accepted[i]
-            last = "plain" if n_drafted[i] == 0 else "corrected" if n < n_drafted[i] else "bonus"
             passes = self.depths.take_passes(row)
-            sources = ["draft"] * n + [last]
-            blocks.append(
-                Block(tokens[i][: n + 1], log_probs[i][: n + 1], sources, [n_layer] * (n + 1), n_drafted[i], passes)
-            )
-            self.lengths.learn(row, n_drafted[i], n)
+            blocks.append(batch.judged(row, tokens[i], log_probs[i], n_accepted[i], n_drafted[i], passes))
+            self.lengths.learn(row, n_drafted[i], n_accepted[i])
             stats = batch.generations[row].stats
             stats.draft_seconds += drafted_at - began
             stats.verify_seconds += verified_at - drafted_at
@@ -330,6 +350,80 @@ class SpeculativeStep:
         pass
 
 
+class SpeculativeRounds(RoundStep):
+    """SpeculativeStep whose rounds the device runs by itself, drafts included.
+
+    A round is as wide as the most drafts that a row asks for; automatic lengths take the next of WIDTHS, and are learnt one
+    round late. A plain round is the target's alone: a drafter with its own cache reads what it missed before it drafts
+    again, and for that once the host waits.
+    """
+
+    WIDTHS = (1, 2, 4, 8)  # of automatic lengths: one graph each
+
+    def __init__(self, drafter: ModelDrafter | ExitDrafter, draft_len: int | str, verify: str):
+        super().__init__(verify == "coupled")
+        self.drafter, self.draft_len = drafter, draft_len
+
+    def begin(self, batch: Batch) -> Rounds:
+        self.lengths = DraftLength(self.draft_len, len(batch.tokens))
+        self.drafter.attach(batch)
+        self.drafter.reset(batch.tokens)
+        rounds = Rounds(batch, self.drafter.drafting())
+        self.apart = rounds.n_own_layers == 0  # the drafter has its own cache
+        self.behind = self.apart
+        for width in self.WIDTHS if self.draft_len == "auto" else (self.draft_len,):
+            rounds.prepare(width)
+        self.asked = [0] * len(batch.tokens)
+        return rounds
+
+    def launch(self, batch: Batch, rows: list[int], plain: bool) -> None:
+        asked = [0] * len(batch.tokens)
+        for row in rows:
+            asked[row] = 0 if plain else self.lengths.ask(row)
+        width = max(asked)
+        if width and self.behind:
+            if self.rounds.flying:  # it is not known yet what the drafter missed
+                return
+            self.drafter.catch_up(rows)
+        if width and asked != self.asked:
+            self.asked = asked
+            self.rounds.k.copy_(torch.tensor(asked), non_blocking=True)
+        self.behind = self.apart and width == 0
+        self.rounds.launch(min(w for w in self.WIDTHS if w >= width) if width and self.draft_len == "auto" else width)
+
+    def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
+        blocks = super().__call__(batch, rows, plain)
+        for row, block in zip(rows, blocks):
+            self.lengths.learn(row, block.n_drafted, block.sources.count("draft"))
+            if self.width > 0 and self.apart and len(batch.tokens[row]) > self.drafter.capacity and batch.room(row) > 1:
+                self.drafter.warn_full()
+        return blocks
+
+    def commit(self, batch: Batch, rows: list[int], kept: list[list[int]]) -> None:
+        super().commit(batch, rows, kept)
+        self.drafter.commit(rows, kept, None)
+        if self.width > 0 and self.apart:
+            self.drafter.drafted_on_device(rows)
+
+
+def speculative_step(model: GPT, sampling: SamplingParams, drafter, draft_len: int | str, verify: str):
+    """SpeculativeStep, or where the device can go on alone its counterpart: the same tokens.
+
+    Alone means Triton kernels for target and drafter, a ModelDrafter or an ExitDrafter with one exit, no penalty and no bias,
+    and no more drafts than an attention kernel takes.
+    """
+    known = type(drafter) is ModelDrafter or (type(drafter) is ExitDrafter and len(drafter.exit_layers) == 1)
+    if (
+        known
+        and runs_alone(model, sampling)
+        and runs_alone(drafter.model, sampling)
+        and drafter.model.device == model.device
+        and (draft_len == "auto" or draft_len < kernels.MAX_ROWS)
+    ):
+        return SpeculativeRounds(drafter, draft_len, verify)
+    return SpeculativeStep(drafter, draft_len, verify)
+
+
 def speculative_generate(
     model: GPT,
     drafter,
@@ -355,5 +449,11 @@ def speculative_generate(
     if hasattr(drafter, "check_target"):
         drafter.check_target(model)
     return run_loop(
-        model, prompts, sampling, SpeculativeStep(drafter, draft_len, verify), tokenizer, on_tokens, control
+        model,
+        prompts,
+        sampling,
+        speculative_step(model, sampling, drafter, draft_len, verify),
+        tokenizer,
+        on_tokens,
+        control,
     )

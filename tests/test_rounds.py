@@ -1,0 +1,473 @@
+"""Rounds on the device: the same tokens, sources, log-probabilities, ends and counters as the steps that the host leads.
+
+The device's steps run on the references too, where everything is exact in float64; what only the kernels can show comes last.
+"""
+
+import contextlib
+import itertools
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from helpers import Pieces, check_counters, check_laws, counters, tiny_model, weaker
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import decode
+import kernels
+import sample
+import speculative
+from decode import Batch, PlainStep, SamplingParams, generate, plain_step, run_loop
+from early_exit import EarlyExitSegments, EarlyExitStep, early_exit_generate, early_exit_step
+from rounds import Rounds, RoundStep
+from speculative import (
+    ExitDrafter,
+    ModelDrafter,
+    NGramDrafter,
+    SpeculativeRounds,
+    SpeculativeStep,
+    speculative_generate,
+    speculative_step,
+)
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1], [1, 8, 2, 8, 1, 8]]
+GREEDY, DRAWN = SamplingParams(12, temperature=0.0), SamplingParams(12, temperature=0.9, top_k=12, seed=[5, 1, 1, 8])
+
+
+def assert_same(mine, theirs, precision=1e-9):
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a.tokens, a.sources, a.finish_reason, a.text) == (b.tokens, b.sources, b.finish_reason, b.text)
+        assert a.layers_run == b.layers_run and counters(a) == counters(b)
+        assert torch.allclose(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=0, atol=precision)
+        check_counters(a)
+
+
+def both(drafter, width, verify):
+    """The step that the host leads, and the device's."""
+    return SpeculativeStep(drafter(), width, verify), SpeculativeRounds(drafter(), width, verify)
+
+
+def drafters(model) -> dict:
+    weak = weaker(model)
+    return {
+        "weak": lambda: ModelDrafter(weak),
+        "itself": lambda: ModelDrafter(model),
+        "exit": lambda: ExitDrafter(model, 2),
+    }
+
+
+def every_pair(model, width):
+    yield PlainStep(), RoundStep()
+    for drafter, verify in itertools.product(drafters(model).values(), ("rejection", "coupled")):
+        yield both(drafter, width, verify)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_rounds_of_the_device_equal_the_steps_of_the_host(width, sampling):
+    model = tiny_model("gpt2" if width == 2 else "llama")
+    for host, device in every_pair(model, width):
+        assert_same(run_loop(model, PROMPTS, sampling, device), run_loop(model, PROMPTS, sampling, host))
+
+
+def test_rounds_in_float32_equal_the_steps_of_the_host():
+    model = tiny_model(dtype=torch.float32)
+    for host, device in every_pair(model, 3):
+        assert_same(run_loop(model, PROMPTS, DRAWN, device), run_loop(model, PROMPTS, DRAWN, host), 1e-4)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("kv_fill", ["recompute", "propagate"])
+def test_segments_of_the_device_equal_the_steps_of_the_host(kv_fill, sampling):
+    model = tiny_model()
+    for thresholds, confidence, max_parked in (
+        ([0.5, 0.5, 0.5], "max_prob", 3),
+        ([0.2, 1.5, 0.3], "margin", 1),
+        ([0.3, 0.3, 2.0], "entropy", 8),
+        ([0.0, 0.0, 0.0], "max_prob", 4),
+    ):
+        how = (thresholds, confidence, kv_fill, max_parked)
+        theirs = run_loop(model, PROMPTS, sampling, EarlyExitStep(*how, False))
+        assert_same(run_loop(model, PROMPTS, sampling, EarlyExitSegments(*how)), theirs)
+
+
+def test_rows_end_where_the_host_would_end_them():
+    model, tokenizer = tiny_model(block_size=16), Pieces("abcdefghijklmnopqrstuvwx")
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2], [7] * 15, [1] * 16, [5, 6] * 7, [9, 9]]
+    probe = run_loop(model, prompts, SamplingParams(40, seed=3), PlainStep())
+    stop, pair = probe[0].tokens[3], probe[1].tokens[4:6]
+    ends = set()
+    for options in (
+        {"stop_tokens": [stop]},
+        {"stop_strings": [tokenizer.decode(pair)]},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 3},
+        {"max_new_tokens": 40},
+    ):
+        sampling = SamplingParams(**{"max_new_tokens": 9, "seed": 3} | options)
+        for host, device in every_pair(model, 4):
+            theirs = run_loop(model, prompts, sampling, host, tokenizer)
+            assert_same(run_loop(model, prompts, sampling, device, tokenizer), theirs)
+            ends |= {out.finish_reason for out in theirs}
+    assert ends == {"stop", "length", "context"}
+
+
+def test_a_drafter_may_be_shorter_and_padded_otherwise():
+    model = tiny_model(vocab_size=26, n_vocab_used=24)
+    for changes in ({"block_size": 11}, {"vocab_size": 24, "n_vocab_used": 24}, {"vocab_size": 32, "n_vocab_used": 24}):
+        short = tiny_model(seed=1, **{"vocab_size": 26, "n_vocab_used": 24} | changes)
+        for verify in ("rejection", "coupled"):
+            outs, said = [], []
+            for step in both(lambda short=short: ModelDrafter(short), 3, verify):
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    outs.append(run_loop(model, PROMPTS, DRAWN, step))
+                said.append([str(w.message) for w in caught])
+            assert_same(*outs[::-1])
+            assert said[0] == said[1] and len(said[0]) == (short.config.block_size == 11)
+
+
+def test_the_target_as_its_own_drafter_accepts_everything():
+    model, n = tiny_model(block_size=128), 100
+    for width in range(1, 9):
+        for out in run_loop(
+            model,
+            PROMPTS[:2],
+            SamplingParams(n, temperature=0.0),
+            both(lambda: ModelDrafter(model), width, "rejection")[1],
+        ):
+            assert out.stats.corrected == 0 and out.stats.rounds == -(-n // (width + 1))
+
+
+def test_log_probabilities_are_the_models_own():
+    model = tiny_model()
+    for drafter in drafters(model).values():
+        for prompt, out in zip(PROMPTS, run_loop(model, PROMPTS, DRAWN, SpeculativeRounds(drafter(), 3, "rejection"))):
+            check_laws(model, prompt, out, DRAWN)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How many drafts: the kill switch one round late, rows that ask for less, automatic lengths
+
+
+def follow(monkeypatch, flags):
+    """The kill switch as a list, one entry a round."""
+    flags = iter(flags)
+    monkeypatch.setattr(decode, "plain_requested", lambda control: next(flags, False))
+
+
+class Noted(SpeculativeRounds):
+    """Notes of each round: plain was asked, drafts, room before it."""
+
+    def __call__(self, batch, rows, plain):
+        room = max(batch.room(row) for row in rows)
+        blocks = super().__call__(batch, rows, plain)
+        self.noted.append((plain, max(block.n_drafted for block in blocks), room))
+        return blocks
+
+
+SCHEDULES = {
+    "3,0,0,3": "0110",
+    "begins plainly": "1110",
+    "in and out": "0100110101",
+    "once": "00010",
+    "for good": "01" + "1" * 30,
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_kill_switch_leaves_a_coupled_text_and_the_drafters_cache_alone(monkeypatch, schedule):
+    model, flags = tiny_model(), [c == "1" for c in SCHEDULES[schedule]]
+    expected = [out.tokens for out in run_loop(model, PROMPTS, DRAWN, PlainStep())]
+    for name, drafter in drafters(model).items():
+        follow(monkeypatch, flags)
+        step = Noted(drafter(), 3, "coupled")
+        step.noted = []
+        outs = run_loop(model, PROMPTS, DRAWN, step)
+        assert [out.tokens for out in outs] == expected
+        for (before, *_), (now, n, room) in itertools.pairwise([step.noted[0], *step.noted]):
+            if before == now and room > 1:  # a change of mind finds one round in flight
+                assert (n == 0) == now
+        if name == "itself":  # a key or value that it missed would show in what it proposes
+            assert all(out.stats.corrected == 0 for out in outs)
+
+
+def test_rows_may_ask_for_fewer_drafts_than_the_round_is_wide(monkeypatch):
+    model, n_asked = tiny_model(), {}
+
+    def ask(self, row):
+        n_asked[row] = n_asked.get(row, -1) + 1
+        return (3, 0, 1, 2)[(row + n_asked[row]) % 4]
+
+    monkeypatch.setattr(speculative.DraftLength, "ask", ask)
+    prompts = [*PROMPTS, *PROMPTS[:2]]  # with that many rows no round is without drafts before one of them has ended
+    sampling = SamplingParams(7, temperature=0.9, seed=2)
+    for drafter, verify in itertools.product(drafters(model).values(), ("rejection", "coupled")):
+        outs = []
+        for step in both(drafter, "auto", verify):
+            n_asked.clear()
+            outs.append(run_loop(model, prompts, sampling, step))
+        if verify == "coupled":
+            assert [a.tokens for a in outs[0]] == [b.tokens for b in outs[1]]
+        else:
+            assert outs[0][0].tokens == outs[1][0].tokens
+        assert {n for out in outs[1] for n, k in enumerate(out.stats.drafted_histogram) if k} == {0, 1, 2, 3}
+
+
+def test_automatic_lengths_learn_one_round_late_and_leave_a_coupled_text_alone():
+    model, sampling = tiny_model(), SamplingParams(40, temperature=0.8, seed=4)
+    expected = [out.tokens for out in run_loop(model, PROMPTS, sampling, PlainStep())]
+    for name, drafter in drafters(model).items():
+        outs = run_loop(model, PROMPTS, sampling, SpeculativeRounds(drafter(), "auto", "coupled"))
+        assert [out.tokens for out in outs] == expected
+        if name == "itself":
+            assert all(len(out.stats.drafted_histogram) == 9 and out.stats.corrected == 0 for out in outs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The host is one round ahead, and chooses who leads
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_the_host_launches_a_round_before_it_reads_the_one_before(monkeypatch, stop):
+    model, log = tiny_model(), []
+    launch, read = Rounds.launch, Rounds.read
+    monkeypatch.setattr(Rounds, "launch", lambda self, width: log.append("launch") or launch(self, width))
+    monkeypatch.setattr(Rounds, "read", lambda self: log.append("read") or read(self))
+    sampling = SamplingParams(9, temperature=0.0)
+    for _, device in every_pair(model, 2):
+        log.clear()
+        tokens = run_loop(model, PROMPTS[:1], sampling, PlainStep())[0].tokens
+        how = SamplingParams(9, temperature=0.0, stop_tokens=[tokens[-2]] if stop else [])
+        out = run_loop(model, PROMPTS[:1], how, device)[0]
+        n = out.stats.rounds
+        assert log.count("read") == n and log.count("launch") - n in (0, 1)  # at most one in vain
+        if isinstance(device, RoundStep) and not isinstance(device, SpeculativeRounds) and not stop:
+            assert log.count("launch") == n
+        ahead = list(itertools.accumulate(1 if event == "launch" else -1 for event in log))
+        assert max(ahead) == min(2, log.count("launch")) and min(ahead) >= 0
+
+
+def test_a_stopped_row_rests_and_disturbs_nobody():
+    model = tiny_model()
+    alone = run_loop(model, PROMPTS[1:], GREEDY, PlainStep())
+    stop = run_loop(model, PROMPTS[:1], GREEDY, PlainStep())[0].tokens[2]
+    for _, device in every_pair(model, 4):
+        sampling = SamplingParams(12, temperature=0.0, stop_tokens=[stop])
+        outs = run_loop(model, PROMPTS, sampling, device)
+        for mine, theirs in zip(outs[1:], alone):
+            assert mine.tokens == theirs.tokens[: len(mine.tokens)]
+        lengths = device.rounds.state.lengths.tolist()
+        assert outs[0].finish_reason == "stop" and device.rounds.state.limits[0] == 0
+        assert lengths[0] <= len(PROMPTS[0]) + len(outs[0].tokens) + 2 * (device.width + 1)
+
+
+def test_the_device_leads_where_it_can():
+    model, sampling = tiny_model(dtype=torch.float32), SamplingParams()
+    ours, other = ModelDrafter(weaker(model)), tiny_model(dtype=torch.float32)
+    exits = ([0.5] * 3, "max_prob", "recompute")
+
+    class Own(ModelDrafter):
+        """May propose what it likes."""
+
+    assert type(plain_step(model, sampling)) is PlainStep  # float32 on a CPU: the references
+    model.impl = ours.model.impl = "triton"
+    assert type(plain_step(model, sampling)) is RoundStep
+    assert type(early_exit_step(model, sampling, *exits, 8, False)) is EarlyExitSegments
+    for drafter in (ours, ExitDrafter(model, 1)):
+        assert type(speculative_step(model, sampling, drafter, 4, "rejection")) is SpeculativeRounds
+        assert type(speculative_step(model, sampling, drafter, "auto", "rejection")) is SpeculativeRounds
+        assert type(speculative_step(model, sampling, drafter, 16, "rejection")) is SpeculativeStep
+    for drafter in (Own(ours.model), ModelDrafter(other), ExitDrafter(model, (1, 2)), NGramDrafter()):
+        assert type(speculative_step(model, sampling, drafter, 4, "rejection")) is SpeculativeStep
+    for audit, max_parked in ((True, 8), (False, 16)):
+        assert type(early_exit_step(model, sampling, *exits, max_parked, audit)) is EarlyExitStep
+    for options in ({"repetition_penalty": 1.1}, {"logit_bias": {3: 1.0}}):
+        assert type(plain_step(model, SamplingParams(**options))) is PlainStep
+    model.double()
+    assert type(plain_step(model, sampling)) is PlainStep
+
+
+def test_the_command_hands_impl_to_target_and_drafter(monkeypatch):
+    session = sample.Session(sample.Config(impl="torch", prompt="a"))
+    assert session.model.impl == session.drafter.model.impl == "torch"
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        sample.Session(sample.Config(impl="triton", device="cpu"))
+    monkeypatch.setattr(sample.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="package triton"):
+        sample.Session(sample.Config(impl="triton", device="cpu"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Inside a round: nothing waits for the host, and every round is the same launches
+
+
+class OnDevice(TorchDispatchMode):
+    """Raises where an operation would wait for the host, or needs a shape that only data can tell. Kernels are exempt."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "lift_fresh", "_unique2")
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.in_kernel = [], False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not self.in_kernel:
+            name = function._schema.name.removeprefix("aten::")
+            tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            masks = name in ("index", "index_put", "index_put_") and any(
+                x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+            )
+            number = name == "lift_fresh" and tensors[0].dim() == 0  # that fills a slice
+            if (name in self.FORBIDDEN or masks) and not number:
+                raise AssertionError(f"{name} makes the device wait for the host")
+            self.operations.append((name, *(tuple(x.shape) for x in tensors)))
+        return function(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def on_device():
+    mode = OnDevice()
+
+    def refuse(*_):
+        assert mode.in_kernel, "a tensor was read by the host"
+        raise RuntimeError
+
+    reads = {name: getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu")}
+
+    def guarded(read):
+        return lambda self, *args, **kwargs: read(self, *args, **kwargs) if mode.in_kernel else refuse()
+
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError):
+            from triton.runtime.interpreter import GridExecutor
+
+            call = GridExecutor.__call__
+
+            def launched(self, *args, **kwargs):
+                mode.in_kernel = True
+                try:
+                    return call(self, *args, **kwargs)
+                finally:
+                    mode.in_kernel = False
+
+            stack.enter_context(mock.patch.object(GridExecutor, "__call__", launched))
+        stack.enter_context(mock.patch.multiple(torch.Tensor, **{name: guarded(read) for name, read in reads.items()}))
+        with mode:
+            yield mode
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 1],
+        lambda x: torch.tensor([1.0, 2.0]),
+        lambda x: bool(x.any()),
+        lambda x: x.cpu(),
+        lambda x: x.numpy(),
+    ],
+)
+def test_what_waits_is_seen(wait):
+    with on_device(), pytest.raises(AssertionError):
+        wait(torch.arange(3.0))
+
+
+def begun(model, sampling, drafter=None):
+    """Rounds of a batch whose prompts are read."""
+    batch = Batch(model, PROMPTS, sampling)
+    batch.prefill()
+    if drafter is None:
+        return Rounds(batch)
+    step = SpeculativeRounds(drafter, 3, "rejection")
+    step.start(batch)
+    step.drafter.catch_up(list(range(len(PROMPTS)))) if step.apart else None
+    step.rounds.k.fill_(3)
+    return step.rounds
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("which", ["plain", "weak", "exit"])
+def test_a_round_never_waits_for_the_host(monkeypatch, which):
+    """All but the kernels: stand-ins take their place that wait for nothing."""
+    model = tiny_model(dtype=torch.float32, poisoned=False, n_vocab_used=22)
+    rounds = begun(model, GREEDY, None if which == "plain" else drafters(model)[which]())
+    for each in (model, rounds.drafting.model if rounds.drafting else model):
+        each.impl = "triton"
+
+    def accept(*args, state, impl, verify, **law):
+        tokens, n_accepted, log_probs = kernels.accept_draft_ref(*args, **law, verify=verify)
+        return kernels.commit_ref(state, tokens, n_accepted), n_accepted, log_probs
+
+    monkeypatch.setattr(kernels, "decode_attention", lambda qkv, k, v, table, at, n_head, *rest: qkv[:, :, :n_head])
+    monkeypatch.setattr(kernels, "linear", lambda *args, impl="auto", **kwargs: kernels.linear_ref(*args[:6], **kwargs))
+    monkeypatch.setattr(kernels, "accept_draft", accept)
+    monkeypatch.setattr(
+        kernels, "sample_token", lambda logits, *args, **law: (logits.argmax(-1), logits.amax(-1), None)
+    )
+    seen = set()
+    for _ in range(5):
+        with on_device() as mode:
+            rounds.round(0 if which == "plain" else 3)
+        seen.add(tuple(mode.operations))
+    assert len(seen) == 1 and len(set(rounds.state.lengths.tolist())) > 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# With the kernels
+
+
+@pytest.fixture
+def watch():
+    return pytest.importorskip("interpreter").watch
+
+
+def small_pair(dtype=torch.float32):
+    """Two layers, so that an interpreted round takes a second; what drafts agrees now and then."""
+    model = tiny_model(dtype=dtype, n_layer=2, n_embd=32, exit_layers=(1,), gain=2.0)
+    weak = weaker(model, noise=0.3)
+    model.impl = weak.impl = "triton"
+    return model, weak
+
+
+def drafter_of(which, model, weak):
+    return {"plain": lambda: None, "model": lambda: ModelDrafter(weak), "exit": lambda: ExitDrafter(model, 1)}[which]()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("which", ["plain", "model", "exit"])
+def test_every_round_is_the_same_launches_and_waits_for_nothing(watch, which):
+    model, weak = small_pair()
+    rounds = begun(model, SamplingParams(12, temperature=0.9, top_k=12), drafter_of(which, model, weak))
+    named = {"k": rounds.cache.k, "v": rounds.cache.v, "asked": rounds.k, **rounds.state._asdict()}
+    traces, outcomes = [], set()
+    rounds.state.limits[1] = 0  # a row that rests
+    for _ in range(3):
+        with watch(**named) as memory, on_device() as mode:
+            result = rounds.round(0 if which == "plain" else 3)
+        traces.append((memory.launches, mode.operations))
+        outcomes |= {tuple(row) for row in result[:, :-2].tolist()}
+        assert not memory.violations and not memory.conflicts
+    assert traces[0] == traces[1] == traces[2] and traces[0][0]
+    assert len(outcomes) > 3 and rounds.state.lengths[1] == len(PROMPTS[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_interpreted_rounds_give_the_text_of_interpreted_steps(watch, dtype):
+    model, weak = small_pair(dtype)
+    prompts, how = [[3, 1, 4], [2]], SamplingParams(4, temperature=0.9, seed=3)
+    plain = run_loop(model, prompts, how, PlainStep())
+    assert_same(generate(model, prompts, how), plain, 1e-4)
+    for which, verify in (("model", "rejection"), ("exit", "coupled")):
+        host = SpeculativeStep(drafter_of(which, model, weak), 2, verify)
+        theirs = run_loop(model, prompts, how, host)
+        mine = speculative_generate(model, drafter_of(which, model, weak), prompts, how, 2, verify)
+        assert_same(mine, theirs, 1e-4)
+        if verify == "coupled":
+            assert [out.tokens for out in mine] == [out.tokens for out in plain]
+    theirs = run_loop(model, prompts, how, EarlyExitStep([0.5], "max_prob", "recompute", 2, False))
+    assert_same(early_exit_generate(model, prompts, how, 0.5, max_parked=2), theirs, 1e-4)
