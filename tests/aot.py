@@ -258,11 +258,12 @@ def work(target: str, module: str, part: str) -> dict:
             complaints[name] = [f"{type(error).__name__}: " + " ".join(str(error).split("\n")[-3:])]
             continue
         missing = case.needs.keys() - {launch.kernel for launch in launches}
+        missing |= set() if launches else {"any kernel"}  # the launcher has taken its reference
         complaints[name] += [f"{kernel} is not launched" for kernel in sorted(missing)]
         for launch in launches:
             key, need = f"{name} / {launch.kernel}", case.needs.get(launch.kernel, Need())
-            same = sum(k.startswith(key) for k in figures)
-            key += f" {same + 1}" if same else ""  # another specialisation
+            same = sum(k.split(" #")[0] == key for k in figures)
+            key += f" #{same + 1}" if same else ""  # another specialisation
             figures[key] = f = launch.figures
             if not need.ops_per_weight:
                 f["ops_per_weight"] = 0

@@ -70,6 +70,7 @@ CASES = {
     "large": Case(lambda: dot(m=64, n=128, block=128, num_stages=4), targets=("sm_90", "sm_120", "gfx942")),
     "no tensor cores": Case(lambda: scale(1024), _scale_kernel=Need(tensor_cores=True)),
     "another kernel": Case(lambda: scale(1024), _dot_kernel=Need()),
+    "the reference": Case(lambda: None),
     "wrong order": Case(ticket, check=lambda launches: ["complaint"], targets=("sm_90",)),
     "wide grid": Case(lambda: _scale_kernel[(1, 70_000)](torch.empty(4), torch.empty(4), 4, 4, BLOCK=4)),
     "raises": Case(lambda: scale(-1)),
