@@ -1,8 +1,8 @@
 """The kernels compiled ahead of time through their real launchers, on any machine, for GPUs that it does not have.
 
-    python tests/aot.py                              the table of all cases on all targets
-    python tests/aot.py --target sm_90 --case linear   some of them (parts of names)
-    python tests/aot.py --write                      all, stored for this Triton version: test_aot.py compares with that
+    python tests/aot.py                                the table of all cases on all targets
+    python tests/aot.py --target sm_90 --case linear   some of them (part of a name)
+    python tests/aot.py --write                        all, stored for this Triton version; test_aot.py compares with it
 
 A stand-in driver reports the target, so that a launcher that is called with CPU tensors runs whole: its checks and grids,
 Triton's specialisation of the arguments, the compiler and the assembler. Only the launch itself is left out. Then the
@@ -12,10 +12,10 @@ machine code is read. The cases are in aot_cases.py.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import subprocess
@@ -25,13 +25,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 HERE = Path(__file__).parent
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     backend: str
     arch: int | str
     warp_size: int
@@ -45,23 +45,25 @@ TARGETS = {
     "sm_120": Target("cuda", 120, 32, 99 << 10),  # RTX 5090
     "gfx942": Target("hip", "gfx942", 64, 64 << 10),  # MI300X
 }
+NVIDIA = tuple(name for name, target in TARGETS.items() if target.backend == "cuda")
 
 
-@dataclasses.dataclass(frozen=True)
-class Need:
-    """What a kernel has to show beyond no stack, no spills and the target's shared memory."""
+class Need(NamedTuple):
+    """What a kernel has to show, beside no stack, no spills and the target's shared memory."""
 
     registers: int = 255  # per thread, at most
-    wide_loads: bool = False  # 16 bytes per thread and instruction
-    tensor_cores: bool = False
     code_kb: int = 64  # at most
+    wide_loads: bool = False  # some of 16 bytes per thread
+    tensor_cores: bool = False
+    ops_per_weight: float = 0  # at most, on NVIDIA; of the hot loop, where tensor cores multiply 16 rows by weights
+    weights: int = 0  # that one turn of the hot loop takes: only where tensor cores have other work too
 
 
 class Case:
-    """A call of a launcher, and what its kernels need: Case(call, _some_kernel=Need(...)). `check` sees the kernels' texts.
+    """A call of a launcher, and what its kernels need: Case(call, _some_kernel=Need(...)).
 
     check(launches) runs where the case is compiled and returns complaints; a launch has .kernel, .ptx (AMD: the assembly),
-    .grid, .signature, .constants; see events().
+    .grid, .signature, .constants and .figures; see events().
     """
 
     def __init__(self, call: Callable[[], None], targets=tuple(TARGETS), check=lambda launches: [], **needs: Need):
@@ -79,7 +81,7 @@ def events(text: str, **patterns: str) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # Reading machine code
 
-NVIDIA = {
+SASS = {
     "load_128": r"^LDG(STS)?\S*\.(128|256)",
     "load_64": r"^LDG(STS)?\S*\.64",
     "load_32": r"^LDG(STS)?(?!\S*\.(256|128|64|[US](8|16))\b)",
@@ -88,7 +90,7 @@ NVIDIA = {
     "barrier": r"^BAR\b",
     "spill": r"^(LDL|STL)\b",
 }
-AMD = {
+GCN = {
     "load_128": r"^(global|buffer)_load_\w*x4\b",
     "load_64": r"^(global|buffer)_load_\w*x[23]\b",
     "load_32": r"^(global|buffer)_load_\w*(dword|b32)\b",
@@ -119,20 +121,22 @@ def amd_lines(assembly: str) -> list[str]:
 
 
 def hot_loop(lines: list[str]) -> list[str]:
-    """The largest loop that has no other loop of 16 instructions or more inside (waiting for a barrier is a small one)."""
+    """Of the loops that hold no other of 16 instructions or more (small ones wait for memory): the one with most
+    tensor-core instructions, or the largest."""
     labels = {line[:-1]: at for at, line in enumerate(lines) if line.endswith(":")}
-    loops = []
-    for at, line in enumerate(lines):
-        jump = re.match(r"(?:BRA|s_cbranch|s_branch).*?(\.L\w+)", line)
-        if jump and labels.get(jump[1], at) < at - 1:  # not the jump to itself behind a kernel's end
-            loops.append((labels[jump[1]], at))
-    inner = [
-        (first, last)
-        for first, last in loops
-        if not any(first <= f and l <= last and 16 <= l - f < last - first for f, l in loops)
-    ]
-    first, last = max(inner, default=(0, -1), key=lambda loop: loop[1] - loop[0])
-    return [line for line in lines[first : last + 1] if not line.endswith(":")]
+    jumps = ((re.match(r"(?:BRA|s_cbranch|s_branch).*?(\.L\w+)", line), at) for at, line in enumerate(lines))
+    loops = [(labels.get(jump[1], at), at) for jump, at in jumps if jump]
+    loops = [(first, last) for first, last in loops if last - first > 1]  # not the jump to itself behind a kernel's end
+
+    def holds_another(first, last):
+        return any(first <= f and l <= last and 16 <= l - f < last - first for f, l in loops)
+
+    bodies = [[x for x in lines[f:l] if not x.endswith(":")] for f, l in loops if not holds_another(f, l)]
+    return max(bodies, default=[], key=lambda body: (sum(map(is_tensor, body)), len(body)))
+
+
+def is_tensor(instruction: str) -> bool:
+    return any(re.match(patterns["tensor"], instruction) for patterns in (SASS, GCN))
 
 
 def read_nvidia(asm, tools: Path) -> dict:
@@ -142,7 +146,7 @@ def read_nvidia(asm, tools: Path) -> dict:
         commands = [tools / "cuobjdump", "-res-usage", file.name], [tools / "nvdisasm", "-c", file.name]
         usage, sass = (subprocess.run(x, capture_output=True, text=True, check=True).stdout for x in commands)
     registers, stack = map(int, re.search(r"REG:(\d+).*?STACK:(\d+)", usage).groups())
-    return {"registers": registers, "stack": stack} | count(nvidia_lines(sass), NVIDIA)
+    return {"registers": registers, "stack": stack} | count(nvidia_lines(sass), SASS, 32)
 
 
 def read_amd(asm, tools: Path) -> dict:
@@ -150,16 +154,26 @@ def read_amd(asm, tools: Path) -> dict:
         return int(re.search(rf"{name}\W+(\d+)", asm["amdgcn"])[1])
 
     figures = {"registers": value(r"\.vgpr_count"), "stack": value(r"\.private_segment_fixed_size")}
-    figures |= count(amd_lines(asm["amdgcn"]), AMD) | {"code_bytes": value("codeLenInByte")}
+    figures |= count(amd_lines(asm["amdgcn"]), GCN, 64) | {"code_bytes": value("codeLenInByte")}
     figures["spill"] += value(r"\.vgpr_spill_count") + value(r"\.sgpr_spill_count")
     return figures
 
 
-def count(lines: list[str], patterns: dict[str, str]) -> dict:
-    instructions = [line for line in lines if not line.endswith(":")]
+def weights(instruction: str) -> int:
+    """Elements of the second operand, columns x depth, that a warp's tensor-core instruction takes."""
+    if m := re.match(r"HMMA\.168(8|16)\b", instruction):
+        return 8 * int(m[1])
+    m = re.match(r"HGMMA\.\d+x(\d+)x(\d+)|v_mfma\w*_\d+x(\d+)x(\d+)", instruction)
+    return 0 if m is None else int(m[1]) * int(m[2]) // 4 if m[1] else int(m[3]) * int(m[4])  # HGMMA: four warps
+
+
+def count(lines: list[str], patterns: dict[str, str], lanes: int) -> dict:
+    instructions, loop = [line for line in lines if not line.endswith(":")], hot_loop(lines)
     figures = {name: sum(bool(re.match(pattern, x)) for x in instructions) for name, pattern in patterns.items()}
+    body = loop if any(map(is_tensor, loop)) else instructions  # else the compiler has unrolled the whole loop
+    figures["ops_per_weight"] = round(lanes * len(body) / max(sum(map(weights, body)), 1), 2)
     n = len(instructions)
-    return figures | {"instructions": n, "hot_loop": len(hot_loop(lines)), "code_bytes": 16 * n}  # 16: NVIDIA's
+    return figures | {"instructions": n, "hot_loop": len(loop), "code_bytes": 16 * n}  # 16: NVIDIA's
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -224,14 +238,11 @@ def compile_launch(target: str, call: Callable[[], None]) -> list[SimpleNamespac
 
 
 def faults(target: str, figures: dict, need: Need) -> list[str]:
-    limits = {"stack": 0, "spill": 0, "shared": TARGETS[target].shared, "registers": need.registers}
-    limits["code_bytes"] = need.code_kb << 10
-    found = [f"{name} {figures[name]}, at most {most}" for name, most in limits.items() if figures[name] > most]
-    if need.wide_loads and not figures["load_128"]:
-        found.append("no 16-byte load")
-    if need.tensor_cores and not figures["tensor"]:
-        found.append("no tensor-core instruction")
-    return found
+    most = {"stack": 0, "spill": 0, "shared": TARGETS[target].shared, "registers": need.registers}
+    most |= {"code_bytes": need.code_kb << 10, "ops_per_weight": need.ops_per_weight if target in NVIDIA else math.inf}
+    found = [f"{name} {figures[name]}, at most {limit}" for name, limit in most.items() if figures[name] > limit]
+    found += ["no 16-byte load"] * (need.wide_loads and not figures["load_128"])
+    return found + ["no tensor-core instruction"] * (need.tensor_cores and not figures["tensor"])
 
 
 def work(target: str, module: str, part: str) -> dict:
@@ -242,17 +253,23 @@ def work(target: str, module: str, part: str) -> dict:
             continue
         try:
             launches = compile_launch(target, case.call)
+            complaints[name] = list(case.check(launches))
         except Exception as error:  # noqa: BLE001 (the other cases still have something to say)
-            complaints[name] = [f"{type(error).__name__}: {str(error)[-600:]}"]
+            complaints[name] = [f"{type(error).__name__}: " + " ".join(str(error).split("\n")[-3:])]
             continue
-        complaints[name] = list(case.check(launches))
         missing = case.needs.keys() - {launch.kernel for launch in launches}
+        missing |= set() if launches else {"any kernel"}  # the launcher has taken its reference
         complaints[name] += [f"{kernel} is not launched" for kernel in sorted(missing)]
         for launch in launches:
-            key = f"{name} / {launch.kernel}"
-            key += f" {i}" if (i := sum(k.startswith(key) for k in figures)) else ""
-            figures[key] = launch.figures
-            complaints[key] = faults(target, launch.figures, case.needs.get(launch.kernel, Need()))
+            key, need = f"{name} / {launch.kernel}", case.needs.get(launch.kernel, Need())
+            same = sum(k.split(" #")[0] == key for k in figures)
+            key += f" #{same + 1}" if same else ""  # another specialisation
+            figures[key] = f = launch.figures
+            if not need.ops_per_weight:
+                f["ops_per_weight"] = 0
+            elif need.weights:
+                f["ops_per_weight"] = round(TARGETS[target].warp_size * f["warps"] * f["hot_loop"] / need.weights, 2)
+            complaints[key] = faults(target, f, need)
     return {"figures": figures, "faults": {key: found for key, found in complaints.items() if found}}
 
 
@@ -287,7 +304,7 @@ def drift(now: dict, stored: dict) -> list[str]:
     found = [f"{key}: not in the stored table" for key in now if key not in stored]
     found += [f"{key}: only in the stored table" for key in stored if key not in now]
     for key in now.keys() & stored.keys():
-        for name in ("registers", "hot_loop", "load_128", "shared"):
+        for name in ("registers", "hot_loop", "load_128", "shared", "ops_per_weight"):
             new, old = now[key][name], stored[key][name]
             if abs(new - old) > 0.1 * old:
                 found.append(f"{key}: {name} {old} -> {new}")
@@ -296,7 +313,7 @@ def drift(now: dict, stored: dict) -> list[str]:
 
 def table(results: dict[str, dict]) -> str:
     head = ["case / kernel", "registers", "stack", "spills", "shared KB", "warps", "stages", "instructions", "code KB"]
-    head += ["hot loop", "loads 16/8/4/less", "tensor", "barriers"]
+    head += ["hot loop", "loads 16/8/4/less", "tensor", "ops/weight", "barriers"]
     lines = []
     for target, result in results.items():
         lines += [f"### {target}", "", "| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
@@ -304,7 +321,7 @@ def table(results: dict[str, dict]) -> str:
             cells = [key, *(f[name] for name in ("registers", "stack", "spill")), f"{f['shared'] / 1024:.1f}"]
             cells += [f["warps"], f["stages"], f["instructions"], f"{f['code_bytes'] / 1024:.1f}", f["hot_loop"]]
             cells += ["/".join(str(f[name]) for name in ("load_128", "load_64", "load_32", "load_narrow"))]
-            cells += [f["tensor"], f["barrier"]]
+            cells += [f["tensor"], f["ops_per_weight"] or "", f["barrier"]]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
         lines.append("")
     return "\n".join(lines)

@@ -61,15 +61,16 @@ def ticket_order(launches) -> list[str]:
 
 CASES = {
     "scale": Case(lambda: scale(4096), _scale_kernel=Need(registers=64, wide_loads=True)),
-    "dot": Case(dot, _dot_kernel=Need(registers=128, wide_loads=True, tensor_cores=True)),
+    "dot": Case(dot, _dot_kernel=Need(registers=128, wide_loads=True, tensor_cores=True, ops_per_weight=5)),
     "ticket": Case(ticket, check=ticket_order, targets=("sm_90", "sm_120")),
     # faulty
     "unaligned": Case(lambda: scale(4098), _scale_kernel=Need(wide_loads=True)),
     "spilling": Case(lambda: dot(m=128, n=256, block=32, num_stages=1), targets=("sm_90",)),
-    "greedy": Case(dot, _dot_kernel=Need(registers=24, code_kb=1)),
+    "greedy": Case(dot, _dot_kernel=Need(registers=24, code_kb=1, ops_per_weight=1)),
     "large": Case(lambda: dot(m=64, n=128, block=128, num_stages=4), targets=("sm_90", "sm_120", "gfx942")),
     "no tensor cores": Case(lambda: scale(1024), _scale_kernel=Need(tensor_cores=True)),
     "another kernel": Case(lambda: scale(1024), _dot_kernel=Need()),
+    "the reference": Case(lambda: None),
     "wrong order": Case(ticket, check=lambda launches: ["complaint"], targets=("sm_90",)),
     "wide grid": Case(lambda: _scale_kernel[(1, 70_000)](torch.empty(4), torch.empty(4), 4, 4, BLOCK=4)),
     "raises": Case(lambda: scale(-1)),

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from aot import TARGETS, compile_cases, drift, events, hot_loop, stored_path, table
+from aot import TARGETS, compile_cases, drift, events, hot_loop, stored_path, table, weights
 
 REMAKE = "if the change is meant: python tests/aot.py --write"
 
@@ -53,8 +53,13 @@ def test_planted_faults_are_found_and_sound_kernels_pass(sample, target):
     assert not {"scale", "dot", "ticket"} & faults.keys()
     assert faults["unaligned"] == ["no 16-byte load"]
     assert faults["no tensor cores"] == ["no tensor-core instruction"]
-    assert [x.split()[0] for x in faults["greedy"]] == ["registers", "code_bytes"]
+    assert [x.split()[0] for x in faults["greedy"]] == [
+        "registers",
+        "code_bytes",
+        *["ops_per_weight"] * (target != "gfx942"),
+    ]
     assert faults["another kernel"] == ["_dot_kernel is not launched"]
+    assert faults["the reference"] == ["any kernel is not launched"]
     assert faults["raises"][0].startswith("RuntimeError") and "70000" in faults["wide grid"][0]
     if target == "sm_90":
         assert [x.split()[0] for x in faults["spilling"]] == ["stack", "spill"] and faults["wrong order"] == [
@@ -69,7 +74,12 @@ def test_planted_faults_are_found_and_sound_kernels_pass(sample, target):
 def test_figures_describe_the_machine_code(sample, target):
     dot = sample[target]["figures"]["dot / _dot_kernel"]
     assert dot["tensor"] > 0 and dot["load_128"] > 0 and dot["barrier"] > 0 and dot["shared"] > 0
-    assert 16 < dot["hot_loop"] < dot["instructions"] and dot["warps"] == 4 and dot["stages"] == 3
+    assert (
+        1 < dot["ops_per_weight"] < 5
+        and 16 < dot["hot_loop"] < dot["instructions"]
+        and dot["warps"] == 4
+        and dot["stages"] == 3
+    )
     scale = sample[target]["figures"]["scale / _scale_kernel"]
     assert scale["hot_loop"] == scale["tensor"] == scale["shared"] == scale["load_32"] == 0  # no loop, one wide stream
     narrow = sample[target]["figures"]["unaligned / _scale_kernel"]
@@ -95,11 +105,21 @@ def test_drift_beyond_a_tenth_and_missing_cases_are_found(sample):
     ]
 
 
-def test_the_hot_loop_is_the_largest_that_holds_no_other_but_waits_count():
+def test_the_hot_loop_is_the_largest_without_another_inside_or_the_one_with_tensor_cores():
     wait = [".L_x_9:", "SYNCS", "BRA `(.L_x_9)"]
     inner = [".L_x_1:", *["FFMA"] * 20, *wait, "BRA `(.L_x_1)"]
     outer = [".L_x_0:", *["IADD"] * 50, *inner, "BRA `(.L_x_0)"]
-    assert hot_loop([*outer, "EXIT", ".L_x_2:", "BRA `(.L_x_2)"]).count("FFMA") == 20
-    assert hot_loop(outer).count("IADD") == 0
-    assert hot_loop(["FADD", ".L_x_2:", "BRA `(.L_x_2)"]) == []
+    assert hot_loop(outer).count("FFMA") == 20 and "IADD" not in hot_loop(outer)
+    small = [".L_x_3:", "HMMA.16816.F32", "HMMA.16816.F32", "BRA `(.L_x_3)"]
+    assert hot_loop([*outer, *small]) == ["HMMA.16816.F32"] * 2
+    assert hot_loop(["FADD", ".L_x_2:", "BRA `(.L_x_2)"]) == []  # behind the end of every kernel
+
+
+def test_events_are_letters_in_order():
     assert events("st.global\nbar.sync\n\natom.global", S="st.global", B="bar.sync", T="atom") == "SBT"
+
+
+def test_weights_of_tensor_core_instructions():
+    shapes = {"HMMA.16816.F32.BF16 R4": 128, "HMMA.1688.F32.TF32 R4": 64, "HGMMA.64x32x16.F32 R4": 128, "FFMA R4": 0}
+    shapes |= {"v_mfma_f32_16x16x16_bf16 a[0:3]": 256, "v_mfma_f32_32x32x8_f16 v[0:15]": 256}
+    assert {name: weights(name) for name in shapes} == shapes
