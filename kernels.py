@@ -1363,14 +1363,15 @@ def linear(
 #     chunks of CHUNK keys  |---- 0 ----|---- 1 ----|-- 2 -      one program per chunk and kv head: its queries are the T new
 #                           (out, lse)  (out, lse)  (out, lse)   rows of the group's heads. Then one program per row and head
 #                                `-----------+-----------`       merges the chunks that the row sees
-#     bytes: K and V of the row's length once, 2 * S * G * D * element size, while T * H / G rows fit the tile of 16 (H = G)
-#     or 32 (H > G); further tiles find them in the L2. Partial outputs: 8 * (D + 1) bytes per query row and chunk (6% of K and V
-#     at T = 1, H = 4 G, D = 128, bfloat16)
+#     bytes: K and V of the row's length once, 2 * S * G * D * element size, while T * H / G rows fit a tile of 16 (H = G)
+#     or 32 (H > G); further tiles find them in the L2, and the append is a launch before. Partial outputs: 8 * (D + 1) per
+#     query row and chunk (6% of K and V at T = 1, H = 4 G, D = 128, bfloat16)
 #
 # A row's bits depend on its position and what it sees, not on what rides along: CHUNK is a constant, key tiles start at
 # multiples of BLOCK_N, the tile's height does not depend on T, and tiles that a row does not see leave it as it is.
 #
-# int8 K and V: one scale per token and kv head, (n_pages, page_size, G) float32; x is about scale * n, n in -127 .. 127
+# int8 K and V: one scale per token and kv head, (n_pages, page_size, G) float32; x is about scale * n, n in -127 .. 127.
+# Not claimed for gfx942, which needs twice the registers of bfloat16 there.
 
 
 class RowPlan(NamedTuple):

@@ -131,6 +131,7 @@ SHAPES = {  # new tokens, group, kv heads, head size, page size, rotary, lengths
     + [(shape, torch.float16, False) for shape in ("one", "a full tile")]
     + [(shape, torch.bfloat16, True) for shape in SHAPES]
     + [(shape, dtype, True) for shape in ("one", "three heads a group") for dtype in (torch.float32, torch.float16)],
+    ids=str,
 )
 def test_output_and_caches_equal_the_reference_and_nothing_else_is_touched(shape, int8, dtype):
     width, group, n_kv, head_dim, page, rotary, lengths = SHAPES[shape]
