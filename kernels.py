@@ -194,8 +194,10 @@ def _penalise_kernel(
 
 
 def penalise(logits, seen, ahead, penalty, bias, impl: str = "auto"):
-    if (seen is None and bias is None) or not on_triton(impl, logits):
+    if not on_triton(impl, logits):
         return penalise_ref(logits, seen, ahead, penalty, bias)
+    if seen is None and bias is None:  # the kernels behind this one read any dtype
+        return logits
     n_rows, n_slots, n_vocab = logits.shape
     logits, n_load = _readable(logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
