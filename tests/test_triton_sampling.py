@@ -266,7 +266,7 @@ def test_a_row_has_the_same_bits_whatever_rides_along():
 def test_spoiled_rows_give_a_token_of_the_vocabulary_and_no_finite_log_prob(bad):
     for law in LAWS:
         for verify in ("rejection", "coupled"):
-            target, draft, drafts, n_drafted, *rest = random_block(3, 2, 30, 9, law)
+            target, draft, drafts, _, *rest = random_block(3, 2, 30, 9, law)
             if bad == "empty":
                 target[1] = -torch.inf
             else:
