@@ -194,8 +194,10 @@ def _penalise_kernel(
 
 
 def penalise(logits, seen, ahead, penalty, bias, impl: str = "auto"):
-    if (seen is None and bias is None) or not on_triton(impl, logits):
+    if not on_triton(impl, logits):
         return penalise_ref(logits, seen, ahead, penalty, bias)
+    if seen is None and bias is None:  # the kernels behind this one read any dtype
+        return logits
     n_rows, n_slots, n_vocab = logits.shape
     logits, n_load = _readable(logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
@@ -461,8 +463,9 @@ def sample_token(
     if not on_triton(impl, logits):
         return sample_token_ref(logits, seeds, index, temperature, top_k, top_p, min_p, stream, rounds, keep_law)
     law = torch.empty(logits.shape, device=logits.device) if keep_law and temperature > 0 else None
+    filters = (top_k, top_p, min_p)
     tokens, _, log_probs = _judge(
-        logits[:, None], None, None, None, seeds, index, rounds, temperature, top_k, top_p, min_p, True, stream, None, law
+        logits[:, None], None, None, None, seeds, index, rounds, temperature, *filters, True, stream, None, law
     )
     return tokens[:, 0], log_probs[:, 0], law
 
@@ -473,7 +476,8 @@ def sample_token(
 #     drafts           d1   d2   d3            target rows    t0   t1   t2   t3
 #     judged by        t0   t1   t2            accepted: d1, d2; d3 rejected -> drawn anew from t2 (corrected)
 #                                              all accepted                 -> drawn from t3 (bonus)
-#     bytes: (K + 1) V logits of the target and K V of the drafter, read once; two rows race
+#     bytes: (K + 1) V logits of the target and K V of the drafter, read once; then the one row that is drawn from, and the
+#     draft's where it fell; under the coupled rule all K + 1 rows race. Written: statistics of blocks, no row
 
 
 def accept_draft_ref(
@@ -602,7 +606,9 @@ def _winner(rank, ids):
 
 
 @jit
-def _decide(ranks, winners, winner_log_probs, race, n_races, token_out, log_prob_out, BLOCK: tl.constexpr, RACES: tl.constexpr):
+def _decide(
+    ranks, winners, winner_log_probs, race, n_races, token_out, log_prob_out, BLOCK: tl.constexpr, RACES: tl.constexpr
+):
     """The winner of a row's blocks, written out and returned."""
     races = tl.arange(0, RACES)
     inside = races < n_races
@@ -792,7 +798,8 @@ def _judge(
     n_blocks, n_races = triton.cdiv(n_vocab, STATS_BLOCK), triton.cdiv(n_vocab, RACE_BLOCK)
     blocks = max(16, triton.next_power_of_2(n_blocks))
     temperature = 1.0 if greedy else max(float(temperature), torch.finfo(torch.float32).tiny)
-    top_k, top_p = (0, 1.0) if greedy else (top_k if top_k < n_vocab else 0, max(float(top_p), torch.finfo(torch.float32).tiny))
+    top_k = top_k if top_k < n_vocab else 0
+    top_p = max(float(top_p), torch.finfo(torch.float32).tiny)
     filtered = not greedy and (top_k > 0 or top_p < 1 or min_p > 0)
     lengths, limits, state_rounds, last = (None,) * 4 if state is None else state
     n_drafted, draft_tokens = (None, None) if n_slots == 1 else (n_drafted, draft_tokens.contiguous())
@@ -845,11 +852,12 @@ def accept_draft(
 
     Log-probabilities behind the last token are unspecified.
     """
-    args = (target_logits, draft_logits, draft_tokens, n_drafted, seeds, index, rounds, temperature, top_k, top_p, min_p)
+    block = (target_logits, draft_logits, draft_tokens, n_drafted, seeds, index)
+    law = (temperature, top_k, top_p, min_p)
     if on_triton(impl, target_logits):
-        own = verify == "coupled" or target_logits.shape[1] == 1
-        return _judge(*args[:6], None if own else rounds, *args[7:], own, SAMPLE, state, None)
-    tokens, n_accepted, log_probs = accept_draft_ref(*args, verify)
+        own = verify == "coupled" or target_logits.shape[1] == 1  # no draft: a plain token
+        return _judge(*block, None if own else rounds, *law, own, SAMPLE, state, None)
+    tokens, n_accepted, log_probs = accept_draft_ref(*block, rounds, *law, verify)
     if state is not None:
         tokens = commit_ref(state, tokens, n_accepted)
         n_accepted = n_accepted.masked_fill(tokens[:, 0] < 0, 0)
