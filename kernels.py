@@ -806,11 +806,8 @@ def _operands(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, norm: Nor
         stages += scale is not None and offset is None  # int8 has half the bytes per stage; int4's x takes the room
     arguments = {"weight": data.contiguous(), "scale": scale, "norm_weight": gain, "norm_bias": shift, "eps": eps}
     arguments |= {"n_rows": n_rows, "x_stride": x.stride(0), "N_IN": n_in, "BN": block_n, "BK": block_k}
-    return x, arguments | {
-        "num_warps": 8 if x.dtype == torch.float32 else 4,
-        "num_stages": stages,
-        "enable_fp_fusion": True,
-    }
+    arguments |= {"num_warps": 8 if x.dtype == torch.float32 else 4, "num_stages": stages, "enable_fp_fusion": True}
+    return x, arguments
 
 
 def linear(

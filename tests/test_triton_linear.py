@@ -122,6 +122,24 @@ def test_a_row_has_the_same_bits_whatever_rides_along(kind, dtype):
         assert torch.equal(bits(kernels.linear(*arguments, impl="triton")), bits(together))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_numbers_of_rows_are_one_launch(kind, dtype):
+    """Tile, stages and strides do not know n: rounding to 16 bits would hide a tile that does from the test above."""
+    seen = set()
+    for n in (1, 5, 16, 17, 64):
+        arguments = operands(n, 64, 16, dtype, kind, norm="rms")
+        with watch() as memory:
+            kernels.linear(*arguments, impl="triton")
+            kernels.exit_confidence(arguments[0], arguments[1], arguments[3], impl="triton")
+        for launch in memory.launches:
+            if launch.kernel in ("_linear_kernel", "_exit_kernel"):
+                assert launch.grid[0] == math.ceil(n / 16)
+                scalars = tuple(x for x in launch.scalars if x[0] != "n_rows")
+                seen.add((launch.kernel, launch.grid[1:], scalars))
+    assert len(seen) == (1 if "int4" in kind else 2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", ["RMSNorm, swiglu", "bias, residual"])
 def test_weights_are_read_once_and_nothing_else_is_touched(call, kind):
