@@ -938,7 +938,7 @@ def _exit_kernel(
     second = tl.max(tl.where(column[None, :] == chosen[:, None], -float("inf"), z), 1)
     below = (z - tl.where(best == -float("inf"), 0.0, best)[:, None]) * 1.4426950408889634
     weight_of = tl.exp2(below)
-    slope = tl.sum(tl.where(weight_of > 0, weight_of * below, 0.0), 1)
+    slope = tl.sum(weight_of * tl.maximum(below, -1e4), 1)  # 0, not NaN, where below is -inf
     n_blocks = tl.num_programs(1)
     partial += row * n_blocks + tl.program_id(1)
     step = n_rows * n_blocks
@@ -975,7 +975,7 @@ def _exit_merge_kernel(
     elif KIND == "margin":
         confidence_of = (1.0 - tl.exp2((second - best) * 1.4426950408889634)) / mass
     else:  # H = ln(mass) - ln(2) * slope / mass
-        slope = tl.sum(tl.where(share > 0, share * (slopes + below * masses), 0.0), 0)
+        slope = tl.sum(share * (slopes + tl.maximum(below, -1e4) * masses), 0)
         entropy = tl.log(mass) - 0.6931471805599453 * slope / mass
         confidence_of = 1.0 - entropy / tl.log(tl.maximum(N_OUT, 2.0))
     token = chosen.to(tl.int64)
@@ -1165,7 +1165,6 @@ def _products(
     CENTRE: tl.constexpr = norm_bias is not None
     if norm_weight is not None:
         mean, scale = _moments(x, live, eps, N_IN, CENTRE)
-        shift = -mean * scale
     at = tl.arange(0, 4)[:, None] * BK + tl.arange(0, BK)[None, :]  # (4, BK): what each warp takes
     x = x[None, :, :] + at[:, None, :]
     weight = weight + rows[None, :, None] * N_IN + at[:, None, :]
@@ -1182,12 +1181,9 @@ def _products(
         if norm_weight is not None:  # rounded before the product, as it would be if it were written
             dtype = chunk.dtype
             gain = tl.load(norm_weight + first + at, mask=inside, other=0.0).to(tl.float32)
-            chunk = chunk.to(tl.float32) * scale[None, :, None]
+            chunk = (chunk.to(tl.float32) - mean[None, :, None]) * scale[None, :, None] * gain[:, None, :]
             if CENTRE:
-                chunk = (chunk + shift[None, :, None]) * gain[:, None, :]
                 chunk += tl.load(norm_bias + first + at, mask=inside, other=0.0).to(tl.float32)[:, None, :]
-            else:
-                chunk *= gain[:, None, :]
             chunk = chunk.to(dtype)
         total = tl.dot(chunk, tl.permute(w.to(chunk.dtype), (0, 2, 1)), total, input_precision="ieee")
     return tl.sum(total, 0)
@@ -1293,9 +1289,9 @@ MAX_LINEAR_ROWS = 64  # beyond, the library's product: weights are no longer wha
 
 
 def few_rows(impl: str, x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, *others: torch.Tensor | None) -> bool:
-    """Whether the kernels below take a product of x and weight; training, long blocks and odd widths have the reference."""
+    """Whether the kernels below take a product of x and weight; training and long blocks have the reference."""
     data = weight.data if isinstance(weight, QuantizedWeight) else weight
-    fits = 0 < x.numel() <= MAX_LINEAR_ROWS * x.shape[-1] and x.shape[-1] % 16 == 0
+    fits = 0 < x.numel() <= MAX_LINEAR_ROWS * x.shape[-1]
     wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, data, *others))
     return on_triton(impl, x) and fits and not wants_grad
 
@@ -1323,14 +1319,13 @@ def _operands(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, norm: Nor
     gain, shift, eps = norm or (None, None, 0.0)
     if x.dtype == torch.float32:
         block_n, block_k, stages = 16, 32, 2
-    elif offset is not None:
-        block_n, block_k, stages = 32, 128, 3
     else:  # narrow matrices take small blocks, to reach all SMs
         block_n, block_k, stages = (32, 64, 3) if data.shape[0] >= 4096 else (16, 64, 4)
-        stages += scale is not None
+        stages += scale is not None and offset is None  # int8 has half the bytes per stage; int4's x takes the room
     arguments = {"weight": data.contiguous(), "scale": scale, "norm_weight": gain, "norm_bias": shift, "eps": eps}
     arguments |= {"n_rows": n_rows, "x_stride": x.stride(0), "N_IN": n_in, "BN": block_n, "BK": block_k}
-    return x, arguments | {"num_warps": 8 if x.dtype == torch.float32 else 4, "num_stages": stages, "enable_fp_fusion": True}
+    arguments |= {"num_warps": 8 if x.dtype == torch.float32 else 4, "num_stages": stages, "enable_fp_fusion": True}
+    return x, arguments
 
 
 def linear(
