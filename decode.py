@@ -215,6 +215,10 @@ class Sampler:
         self.sampling, self.histories, self.vocab_size, self.device = sampling, histories, config.vocab_size, device
         self.seeds = torch.tensor(sampling.row_seeds(len(histories)), dtype=torch.int64, device=device)
         self.rounds = [0] * len(histories)
+        self.n_marked = [0] * len(histories)  # tokens of each history that `seen` holds: histories only grow
+        self.seen = None
+        if sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(len(histories), self.vocab_size, dtype=torch.bool, device=device)
         self.coupled = coupled
         self.law = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         unknown = [i for i in sampling.logit_bias if i >= config.n_vocab_used]
@@ -237,12 +241,13 @@ class Sampler:
         """Penalty and bias on logits (B, T, V); position t has seen the history and ahead[:, :t] (B, T-1)."""
         seen = None
         if self.sampling.repetition_penalty != 1:
-            seen = torch.zeros(logits.shape, dtype=torch.bool, device=self.device)
-            for i, row in enumerate(rows):
-                seen[i, :, self.histories[row]] = True
-                for t in range(1, logits.shape[1]):
-                    seen[i, t:, ahead[i, t - 1]] = True
-        return kernels.penalise(logits, seen, self.sampling.repetition_penalty, self.bias)
+            news = [(row, token) for row in rows for token in self.histories[row][self.n_marked[row] :]]
+            if news:
+                self.seen[tuple(torch.tensor(news, device=self.device).T)] = True
+            for row in rows:
+                self.n_marked[row] = len(self.histories[row])
+            seen = self.seen if list(rows) == list(range(len(self.seen))) else self.seen[rows]
+        return kernels.penalise(logits, seen, ahead, self.sampling.repetition_penalty, self.bias)
 
     def sample(self, rows, logits: torch.Tensor) -> tuple[list[int], list[float]]:
         """The plain step: logits (B, V) -> tokens and their log-probabilities."""
@@ -262,7 +267,7 @@ class Sampler:
             seen = torch.zeros(logits.shape, dtype=torch.bool, device=self.device)
             for t in range(len(logits)):
                 seen[t, history[: first_index + t]] = True
-        logits = kernels.penalise(logits, seen, self.sampling.repetition_penalty, self.bias)
+        logits = kernels.penalise(logits[:, None], seen, None, self.sampling.repetition_penalty, self.bias)[:, 0]
         return kernels.sample_token(logits, self.seeds[[row] * len(at)], at, **self.law)[0].tolist()
 
     def draft(self, rows, logits: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -280,7 +285,7 @@ class Sampler:
             return logits.argmax(-1), None
         stream, rounds = (kernels.SAMPLE, None) if self.coupled else (kernels.DRAFT, self._rounds(rows))
         tokens, _, processed = kernels.sample_token(
-            logits, self.seeds[rows], self._at(rows, n_before), **self.law, stream=stream, rounds=rounds
+            logits, self.seeds[rows], self._at(rows, n_before), **self.law, stream=stream, rounds=rounds, keep_law=True
         )
         return tokens, processed
 

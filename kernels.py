@@ -18,13 +18,13 @@ import torch.nn.functional as F
 
 try:
     import triton
-    import triton.language as tl  # noqa: F401
+    import triton.language as tl
 
     jit = triton.jit
 except ImportError:  # no wheels for this platform: the references serve
 
-    def jit(function):
-        return function
+    def jit(function=None, **options):
+        return function if function else jit
 
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
@@ -117,6 +117,31 @@ def race(probs: torch.Tensor, seeds: torch.Tensor, index: torch.Tensor, stream: 
     return score.argmax(-1)
 
 
+@jit
+def _uniform(seed, index, round):
+    """accept_uniform on the device; index may be a block."""
+    zero = index.to(tl.int32) * 0
+    word = tl.philox(seed, zero, index.to(tl.int32), zero + 2, zero + round.to(tl.int32))[0]
+    u = (word >> 16).to(tl.float32) * 2.0**-16 + (word & 0xFFFF).to(tl.float32) * 2.0**-32
+    return tl.minimum(u, 1.0 - 2.0**-24)
+
+
+@jit
+def _speed(seed, first_id, index, stream, round, BLOCK: tl.constexpr):
+    """1 / E of ids first_id .. first_id + BLOCK - 1, float64; one counter serves the two ids of a pair.
+
+    Triton has no log1p: with w = 1 - u rounded, log1p(-u) is log(w) * u / (1 - w), and -u where w is 1, to 2 ulp (Kahan).
+    """
+    half_ids = first_id // 2 + tl.arange(0, BLOCK // 2)
+    zero = half_ids * 0
+    w0, w1, w2, w3 = tl.philox(seed, half_ids, zero + index.to(tl.int32), zero + stream, zero + round.to(tl.int32))
+    high, low = tl.interleave(w0, w2), tl.interleave(w1, w3)
+    u = high.to(tl.float64) * 2.0**-32 + low.to(tl.float64) * 2.0**-64
+    u = tl.minimum(tl.maximum(u, 2.0**-64), 1.0 - 2.0**-53)
+    w = 1.0 - u
+    return tl.where(w == 1.0, 1.0, 1.0 - w) / tl.where(w == 1.0, u, -tl.log(w) * u)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Logits -> the distribution that is sampled
 #
@@ -128,12 +153,57 @@ def full_precision(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def penalise_ref(logits: torch.Tensor, seen: torch.Tensor | None, penalty: float, bias: torch.Tensor | None):
-    """Repetition penalty (Keskar et al. 2019) on ids in seen (N, V) bool, then bias (V,): logits (N, V) -> (N, V)."""
+def penalise_ref(
+    logits: torch.Tensor,
+    seen: torch.Tensor | None,
+    ahead: torch.Tensor | None,
+    penalty: float,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Repetition penalty (Keskar et al. 2019), then bias (V,): logits (B, T, V) -> a new (B, T, V), float32 at least.
+
+    Position t has seen the ids in seen (B, V) bool and the drafts ahead[:, :t] (B, T-1); no penalty where seen is None.
+    """
     logits = full_precision(logits)
     if seen is not None:
+        seen = seen[:, None].repeat(1, logits.shape[1], 1)
+        for t in range(1, logits.shape[1]):
+            seen[:, t] = seen[:, t - 1].scatter(1, ahead[:, t - 1 : t], True)
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     return logits if bias is None else logits + bias.to(logits.dtype)
+
+
+@jit
+def _penalise_kernel(
+    logits, seen, ahead, bias, out, batch_stride, row_stride, n_slots, n_vocab, n_load, penalty, BLOCK: tl.constexpr
+):  # fmt: skip
+    sequence, slot = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    ids = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < n_vocab
+    x = tl.load(logits + sequence * batch_stride + slot * row_stride + ids, mask=ids < n_load, other=0.0).to(tl.float32)
+    if seen is not None:
+        known = tl.load(seen + sequence * n_vocab + ids, mask=inside, other=0) != 0
+        t = slot * 0
+        while t < slot:
+            known = known | (ids == tl.load(ahead + sequence * (n_slots - 1) + t))
+            t += 1
+        x = tl.where(known, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty), x)
+    if bias is not None:
+        x += tl.load(bias + ids, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + (sequence * n_slots + slot) * n_vocab + ids, x, mask=inside)
+
+
+def penalise(logits, seen, ahead, penalty, bias, impl: str = "auto"):
+    if (seen is None and bias is None) or not on_triton(impl, logits):
+        return penalise_ref(logits, seen, ahead, penalty, bias)
+    n_rows, n_slots, n_vocab = logits.shape
+    logits, n_load = _readable(logits)
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    seen, ahead = (None if x is None else x.contiguous() for x in (seen, ahead))
+    _penalise_kernel[n_rows, n_slots, triton.cdiv(n_vocab, RACE_BLOCK)](
+        logits, seen, ahead, bias, out, *logits.stride()[:2], n_slots, n_vocab, n_load, float(penalty), RACE_BLOCK
+    )
+    return out
 
 
 def process_logits_ref(
@@ -169,8 +239,180 @@ def process_logits_ref(
     return logits
 
 
-def penalise(logits, seen, penalty, bias, impl: str = "auto"):
-    return penalise_ref(logits, seen, penalty, bias)
+# Statistics of rows: what every program of the kernels below needs to know of a row without reading it
+#
+#     row       [ 4096 logits | 4096 | 4096 | ... ]     per block: maximum, sum of exp((logit - maximum) / T), best id
+#     line      target rows 0 .. K, then draft rows 0 .. K-1 of a sequence: statistics are (B, lines, blocks)
+#     bytes     each row once; with filters, the target rows once more, and again only blocks that reach the cut
+
+STATS_BLOCK, RACE_BLOCK = 4096, 1024  # constants: the bits of a row may not depend on what rides along
+
+
+def _readable(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """x (..., V) with dense rows, and how many ids of a row may be read: whole vectors where the rows are padded."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    n_vocab = x.shape[-1]
+    wide = -(-n_vocab // 16) * 16
+    end = x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape[:-1], x.stride()[:-1])) + wide
+    padded = all(step % 16 == 0 for step in x.stride()[:-1]) and end * x.element_size() <= x.untyped_storage().nbytes()
+    return x, wide if padded else n_vocab
+
+
+@jit
+def _load_logits(row, ids, n_vocab, n_load):
+    """-inf outside the vocabulary. NaN counts as +inf: either makes the row's log-probabilities NaN, and is not drawn."""
+    x = tl.load(row + ids, mask=ids < n_load, other=0.0).to(tl.float32)
+    x = tl.where(ids < n_vocab, x, -float("inf"))
+    return tl.where(x <= float("inf"), x, float("inf"))
+
+
+@jit
+def _scaled(x, maximum, temperature):
+    """As in process_logits_ref, rounded alike: the cuts of both are the same."""
+    return tl.div_rn(x - maximum, temperature)
+
+
+@jit
+def _law(x, maximum, mass, cut, temperature):
+    """Scaled logits and probabilities."""
+    z = _scaled(x, maximum, temperature)
+    return z, tl.where(z >= cut, tl.exp(z) / mass, 0.0)
+
+
+@jit
+def _idle(sequence, slot, n_drafted, lengths, limits):
+    """A slot behind the row's drafts, or a row that has ended: nothing to do."""
+    idle = slot < 0
+    if n_drafted is not None:
+        idle = idle | (slot > tl.load(n_drafted + sequence))
+    if lengths is not None:
+        idle = idle | (tl.load(lengths + sequence) >= tl.load(limits + sequence))
+    return idle
+
+
+@jit
+def _stats_kernel(
+    target, draft, n_drafted, lengths, limits, maxima, sums, best, ticket,
+    target_batch, target_row, draft_batch, draft_row, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks,
+    temperature, BLOCK: tl.constexpr,
+):  # fmt: skip
+    sequence, line = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    block = tl.program_id(2)
+    if line + block == 0:
+        tl.store(ticket + sequence, 0)  # for the kernel behind this one
+    # draft row t is needed where t < n_drafted, target row t where t <= n_drafted
+    if _idle(sequence, tl.where(line < n_slots, line, line - n_slots + 1), n_drafted, lengths, limits):
+        return
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    if line < n_slots:
+        x = _load_logits(target + sequence * target_batch + line * target_row, ids, n_vocab, n_load)
+    else:  # only where there is a draft
+        x = _load_logits(draft + sequence * draft_batch + (line - n_slots) * draft_row, ids, n_vocab, n_load_draft)
+    maximum = tl.max(x, 0)
+    z = _scaled(x, maximum, tl.where(line < n_slots, temperature, 1.0))  # draft rows are processed already
+    at = (sequence * n_lines + line) * n_blocks + block
+    tl.store(maxima + at, maximum)
+    tl.store(sums + at, tl.where(maximum > -float("inf"), tl.sum(tl.exp(z), 0), 0.0))
+    tl.store(best + at, tl.min(tl.where(x == maximum, ids, 2147483647), 0))
+
+
+@jit
+def _row_laws(
+    maxima, sums, cuts, masses, lines, used, n_blocks, temperature, BLOCKS: tl.constexpr, CUT: tl.constexpr
+):  # fmt: skip
+    """Maximum, mass and cut of several lines, from the statistics of their blocks."""
+    blocks = tl.arange(0, BLOCKS)[None, :]
+    at = lines[:, None] * n_blocks + blocks
+    mask = used[:, None] & (blocks < n_blocks)
+    block_max = tl.load(maxima + at, mask=mask, other=-float("inf"))
+    maximum = tl.max(block_max, 1)
+    if CUT:
+        return maximum, tl.load(masses + lines, mask=used, other=0.0), tl.load(cuts + lines, mask=used, other=0.0)
+    block_sum = tl.load(sums + at, mask=mask, other=0.0)
+    mass = tl.sum(block_sum * tl.exp(_scaled(block_max, maximum[:, None], temperature)), 1)
+    return maximum, mass, maximum * 0.0 - float("inf")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The cut of top-k, top-p and min-p, exact, ties kept, without a sort
+#
+#     key       order-preserving bits of the scaled logit; found three bits at a time, from the top: 8 pivots per reading
+#     top-k     the smallest key with fewer than k tokens above it
+#     top-p     the smallest key with less than top_p of the survivors' mass above it
+
+
+@jit
+def _key(z):
+    """31 bits, for z <= 0: the best token stands at 0. Both zeros have one key."""
+    return (z.to(tl.int32, bitcast=True) & 0x7FFFFFFF) ^ 0x7FFFFFFF
+
+
+@jit
+def _descend(
+    row, line_maxima, maximum, cut, limit, counting, n_vocab, n_load, temperature,
+    BLOCK: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    """The smallest scaled logit with less than limit above it: of the tokens (counting), or of the mass, at or above cut."""
+    key, shift = 0, 28
+    while shift >= 0:
+        low = (1 << shift) - 1
+        pivots = key + tl.minimum(tl.arange(0, 8) << shift, 0x7FFFFFFF - low - key) + low
+        above = tl.zeros([8, BLOCK], tl.float32)
+        start = 0
+        while start < n_vocab:
+            block_max = _scaled(tl.load(line_maxima + start // STATS), maximum, temperature)
+            if _key(block_max) > key + low:  # else nothing here is above the lowest pivot
+                z = _scaled(_load_logits(row, start + tl.arange(0, BLOCK), n_vocab, n_load), maximum, temperature)
+                weight = tl.where(z >= cut, tl.where(counting, 1.0, tl.exp(z)), 0.0)
+                above += tl.where(_key(z)[None, :] > pivots[:, None], weight[None, :], 0.0)
+            start += BLOCK
+        key += tl.sum((tl.sum(above, 1) >= limit).to(tl.int32), 0) << shift
+        shift = tl.where(shift == 1, 0, shift - 3)  # 28 .. 1, then the last bit
+    key = tl.maximum(key, 0x7FFFFF)  # that of -inf
+    return (key ^ -1).to(tl.float32, bitcast=True)
+
+
+@jit
+def _mass(
+    row, line_maxima, maximum, cut, n_vocab, n_load, temperature, BLOCK: tl.constexpr, STATS: tl.constexpr
+):  # fmt: skip
+    mass = tl.zeros([BLOCK], tl.float32)
+    start = 0
+    while start < n_vocab:
+        if _scaled(tl.load(line_maxima + start // STATS), maximum, temperature) >= cut:
+            z = _scaled(_load_logits(row, start + tl.arange(0, BLOCK), n_vocab, n_load), maximum, temperature)
+            mass += tl.where(z >= cut, tl.exp(z), 0.0)
+        start += BLOCK
+    return tl.sum(mass, 0)
+
+
+@jit
+def _threshold_kernel(
+    target, n_drafted, lengths, limits, maxima, cuts, masses, target_batch, target_row, n_lines, n_vocab, n_load, n_blocks,
+    temperature, top_k, top_p, min_cut, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    sequence, slot = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    if _idle(sequence, slot, n_drafted, lengths, limits):
+        return
+    line = sequence * n_lines + slot
+    row = target + sequence * target_batch + slot * target_row
+    line_maxima = maxima + line * n_blocks
+    blocks = tl.arange(0, BLOCKS)
+    maximum = tl.max(tl.load(line_maxima + blocks, mask=blocks < n_blocks, other=-float("inf")), 0)
+    cut, mass, stage = maximum * 0.0 - float("inf"), maximum * 0.0, 0
+    while stage < 3:  # top-k, top-p, min-p: a loop, so that the code of a search is there once
+        if stage == 2:
+            cut = tl.maximum(cut, min_cut)
+        if (stage == 2) | ((stage == 1) & (top_p < 1)):
+            mass = _mass(row, line_maxima, maximum, cut, n_vocab, n_load, temperature, BLOCK, STATS)
+        if ((stage == 0) & (top_k > 0)) | ((stage == 1) & (top_p < 1)):
+            limit = tl.where(stage == 0, top_k, top_p * mass)
+            cut = _descend(
+                row, line_maxima, maximum, cut, limit, stage == 0, n_vocab, n_load, temperature, BLOCK, STATS
+            )
+        stage += 1
+    tl.store(cuts + line, cut)
+    tl.store(masses + line, mass)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -189,12 +431,13 @@ def sample_token_ref(
     min_p: float = 0.0,
     stream: int = SAMPLE,
     rounds: torch.Tensor | None = None,
+    keep_law: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Draw the token at `index` of each row.
 
     logits (N, V) after penalty and bias; seeds, index, rounds (N,) int64 -> tokens (N,) int64, their log-probabilities
-    (N,) under the law they were drawn from (at temperature 0: log_softmax of the logits), and that law as processed
-    logits (N, V), None at temperature 0, where it is one-hot.
+    (N,) under the law they were drawn from (at temperature 0: log_softmax of the logits), and, with keep_law, that law as
+    processed logits (N, V); None otherwise and at temperature 0, where it is one-hot.
     """
     logits = full_precision(logits)
     if temperature == 0:
@@ -203,7 +446,7 @@ def sample_token_ref(
     processed = process_logits_ref(logits, temperature, top_k, top_p, min_p)
     rounds = torch.zeros_like(index) if rounds is None else rounds
     tokens = race(processed.softmax(-1), seeds, index, stream, rounds)
-    return tokens, _log_prob(processed, tokens), processed
+    return tokens, _log_prob(processed, tokens), processed if keep_law else None
 
 
 def _log_prob(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -211,9 +454,17 @@ def _log_prob(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def sample_token(
-    logits, seeds, index, temperature, top_k=0, top_p=1.0, min_p=0.0, stream=SAMPLE, rounds=None, impl: str = "auto"
-):
-    return sample_token_ref(logits, seeds, index, temperature, top_k, top_p, min_p, stream, rounds)
+    logits, seeds, index, temperature, top_k=0, top_p=1.0, min_p=0.0, stream=SAMPLE, rounds=None, keep_law=False,
+    impl: str = "auto",
+):  # fmt: skip
+    """sample_token_ref; on the device it is accept_draft without drafts."""
+    if not on_triton(impl, logits):
+        return sample_token_ref(logits, seeds, index, temperature, top_k, top_p, min_p, stream, rounds, keep_law)
+    law = torch.empty(logits.shape, device=logits.device) if keep_law and temperature > 0 else None
+    tokens, _, log_probs = _judge(
+        logits[:, None], None, None, None, seeds, index, rounds, temperature, top_k, top_p, min_p, True, stream, None, law
+    )
+    return tokens[:, 0], log_probs[:, 0], law
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -311,30 +562,6 @@ class RowState(NamedTuple):
     last: torch.Tensor  # (B, 2): the last two committed tokens
 
 
-def accept_draft(
-    target_logits, draft_logits, draft_tokens, n_drafted, seeds, index, rounds, temperature,
-    top_k=0, top_p=1.0, min_p=0.0, verify="rejection", state: RowState | None = None, impl: str = "auto",
-):  # fmt: skip
-    """accept_draft_ref, then, where state is given, its commit: live rows advance, others get tokens of -1."""
-    tokens, n_accepted, log_probs = accept_draft_ref(
-        target_logits,
-        draft_logits,
-        draft_tokens,
-        n_drafted,
-        seeds,
-        index,
-        rounds,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        verify,
-    )
-    if state is not None:
-        tokens = commit_ref(state, tokens, n_accepted)
-    return tokens, n_accepted, log_probs
-
-
 def commit_ref(state: RowState, tokens: torch.Tensor, n_accepted: torch.Tensor) -> torch.Tensor:
     """Advance the live rows by n_accepted + 1 tokens of (B, K+1); returns tokens, -1 throughout in rows that are not live."""
     live = state.lengths < state.limits
@@ -344,6 +571,289 @@ def commit_ref(state: RowState, tokens: torch.Tensor, n_accepted: torch.Tensor) 
     state.lengths.add_(n_new)
     state.rounds.add_(live.long())
     return tokens.masked_fill(~live[:, None], -1)
+
+
+# The race of one row, spread over programs of 1024 ids, and the decision before it, which every program takes for itself from
+# the statistics of the rows: nothing waits for anything. The program that arrives last at the ticket holds all block winners.
+
+
+@jit
+def _pick(values, slots, slot):
+    return tl.sum(tl.where(slots == slot, values, 0.0), 0)
+
+
+@jit
+def _rank(residual, prob, speed):
+    """int64 that orders as the race does: tokens of the residual, below them those of the law, below them the dead.
+
+    So one race serves both, and the law wins only where no block has a residual. Bits of positive floats order as integers.
+    """
+    law = (prob.to(tl.float64) * speed).to(tl.int64, bitcast=True)
+    corrected = (residual.to(tl.float64) * speed).to(tl.int64, bitcast=True)
+    lowest = -(2**63)
+    return tl.where(residual > 0, corrected, tl.where(prob > 0, law + lowest, lowest))
+
+
+@jit
+def _winner(rank, ids):
+    """The best rank and its token, the lowest id where ranks are equal."""
+    best = tl.max(rank, 0)
+    return best, tl.min(tl.where(rank == best, ids, 2147483647), 0)
+
+
+@jit
+def _decide(ranks, winners, winner_log_probs, race, n_races, token_out, log_prob_out, BLOCK: tl.constexpr, RACES: tl.constexpr):
+    """The winner of a row's blocks, written out and returned."""
+    races = tl.arange(0, RACES)
+    inside = races < n_races
+    rank = tl.load(ranks + race + races, mask=inside, other=-(2**63))
+    token = _winner(rank, tl.load(winners + race + races, mask=inside, other=2147483647))[1]
+    tl.store(token_out, token.to(tl.int64))
+    tl.store(log_prob_out, tl.load(winner_log_probs + race + token // BLOCK))
+    return token.to(tl.int64)
+
+
+@jit
+def _commit(lengths, state_rounds, last, sequence, n, token, before):
+    """commit_ref for a live row: n drafts and the token, of which `before` is the last draft."""
+    if lengths is not None:
+        tl.store(lengths + sequence, tl.load(lengths + sequence) + n + 1)
+        tl.store(state_rounds + sequence, tl.load(state_rounds + sequence) + 1)
+        if n == 0:
+            before = tl.load(last + sequence * 2 + 1)
+        tl.store(last + sequence * 2, before)
+        tl.store(last + sequence * 2 + 1, token)
+
+
+@jit
+def _close_row(tokens, n_accepted, log_probs, sequence, n_slots, slots):
+    """A row that has ended: no token."""
+    outs = sequence * n_slots + slots
+    tl.store(tokens + outs, slots.to(tl.int64) * 0 - 1, mask=slots < n_slots)
+    tl.store(log_probs + outs, slots * 0.0, mask=slots < n_slots)
+    tl.store(n_accepted + sequence, sequence * 0)
+
+
+@jit
+def _greedy_kernel(
+    target, draft_tokens, n_drafted, lengths, limits, state_rounds, last, maxima, sums, best, tokens, n_accepted, log_probs,
+    target_batch, target_row, n_slots, n_blocks, SLOTS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Temperature 0: the best ids of the blocks decide, there is no race."""
+    sequence = tl.program_id(0).to(tl.int64)
+    slots = tl.arange(0, SLOTS)
+    if _idle(sequence, sequence * 0, None, lengths, limits):
+        _close_row(tokens, n_accepted, log_probs, sequence, n_slots, slots)
+        return
+    drafted, proposed = sequence * 0, slots.to(tl.int64) * 0
+    if draft_tokens is not None:
+        drafted = tl.load(n_drafted + sequence)
+        proposed = tl.load(draft_tokens + sequence * (n_slots - 1) + slots, mask=slots < drafted, other=0)
+    lines, used, blocks = sequence * n_slots + slots, slots <= drafted, tl.arange(0, BLOCKS)[None, :]
+    maximum, mass, _ = _row_laws(maxima, sums, None, None, lines, used, n_blocks, 1.0, BLOCKS, False)
+    at, mask = lines[:, None] * n_blocks + blocks, used[:, None] & (blocks < n_blocks)
+    is_best = tl.load(maxima + at, mask=mask, other=0.0) == maximum[:, None]
+    ids = tl.where(is_best & mask, tl.load(best + at, mask=mask, other=0), 2147483647)
+    own = tl.min(ids, 1).to(tl.int64)
+    n = tl.min(tl.where((own == proposed) & (slots < drafted), SLOTS, slots), 0).to(tl.int64)
+    x = tl.load(target + sequence * target_batch + slots * target_row + own, mask=slots <= n, other=0.0).to(tl.float32)
+    tl.store(tokens + lines, tl.where(slots <= n, own, -1), mask=slots < n_slots)
+    tl.store(log_probs + lines, tl.where(slots <= n, x - maximum - tl.log(mass), 0.0), mask=slots < n_slots)
+    tl.store(n_accepted + sequence, n)
+    if lengths is not None:
+        token, before = tl.sum(tl.where(slots == n, own, 0), 0), tl.sum(tl.where(slots == n - 1, own, 0), 0)
+        _commit(lengths, state_rounds, last, sequence, n, token, before)
+
+
+@jit
+def _accept_kernel(
+    target, draft, draft_tokens, n_drafted, seeds, index, rounds, lengths, limits, state_rounds, last,
+    maxima, sums, cuts, masses, ranks, winners, winner_log_probs, ticket, tokens, n_accepted, log_probs, law,
+    target_batch, target_row, draft_batch, draft_row, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, n_races,
+    temperature, STREAM: tl.constexpr, OWN: tl.constexpr, CUT: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, RACES: tl.constexpr,
+):  # fmt: skip
+    """OWN: every slot races, with stream STREAM, and a draft is accepted while it is the slot's own token. Else rejection."""
+    sequence, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    race_slot, n_racing = tl.program_id(2).to(tl.int64), tl.num_programs(2)
+    slots = tl.arange(0, SLOTS)
+    outs = sequence * n_slots + slots
+    if _idle(sequence, race_slot * 0, None, lengths, limits):
+        if block + race_slot == 0:
+            _close_row(tokens, n_accepted, log_probs, sequence, n_slots, slots)
+        return
+
+    # what each slot's law is, and what was drafted there
+    drafted = race_slot * 0
+    if draft_tokens is not None:
+        drafted = tl.load(n_drafted + sequence)
+        draft_tokens += sequence * (n_slots - 1)
+    lines = sequence * n_lines + slots
+    maximum, mass, cut = _row_laws(
+        maxima, sums, cuts, masses, lines, slots <= drafted, n_blocks, temperature, BLOCKS, CUT
+    )
+    seed, first, round = tl.load(seeds + sequence), tl.load(index + sequence), race_slot * 0
+    if rounds is not None:
+        round = tl.load(rounds + sequence)
+    target += sequence * target_batch
+
+    # how many drafts are accepted
+    n, fell, stream = race_slot, drafted < 0, STREAM
+    if not OWN:
+        offered = slots < drafted
+        proposed = tl.load(draft_tokens + slots, mask=offered, other=0)
+        x = tl.load(target + slots * target_row + proposed, mask=offered, other=0.0).to(tl.float32)
+        z, target_prob = _law(x, maximum, mass, cut, temperature)
+        draft_prob = slots * 0.0 + 1.0
+        if draft is not None:
+            draft += sequence * draft_batch
+            draft_max, draft_mass, draft_cut = _row_laws(
+                maxima, sums, None, None, lines + n_slots, offered, n_blocks, 1.0, BLOCKS, False
+            )
+            draft_x = tl.load(draft + slots * draft_row + proposed, mask=offered, other=0.0).to(tl.float32)
+            draft_prob = _law(draft_x, draft_max, draft_mass, draft_cut, 1.0)[1]
+        accepted = (_uniform(seed, first + slots, round) * draft_prob < target_prob) & offered
+        n = tl.min(tl.where(accepted, SLOTS, slots), 0).to(tl.int64)
+        fell = n < drafted
+        stream, round = tl.where(fell, 3, 0), tl.where(fell, round, 0)  # the bonus is a plain token
+        if block == 0:  # all slots but the one that is drawn
+            others = (slots < n_slots) & (slots != n)
+            tl.store(tokens + outs, tl.where(slots < n, proposed, -1), mask=others)
+            tl.store(log_probs + outs, tl.where(slots < n, z - tl.log(mass), 0.0), mask=others)
+            tl.store(n_accepted + sequence, n)
+
+    # one block of the race
+    row_max, row_mass, row_cut = _pick(maximum, slots, n), _pick(mass, slots, n), _pick(cut, slots, n)
+    race = (sequence * n_racing + race_slot) * n_races
+    if n <= drafted:
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        scaled, prob = _law(
+            _load_logits(target + n * target_row, ids, n_vocab, n_load), row_max, row_mass, row_cut, temperature
+        )
+        if law is not None:
+            kept = tl.where(scaled >= row_cut, scaled, -float("inf"))
+            tl.store(law + sequence * n_vocab + ids, kept, mask=ids < n_vocab)
+        speed = tl.zeros([BLOCK], tl.float64)
+        if tl.max(prob, 0) > 0:  # else no token of this block can be drawn: no noise
+            speed = _speed(seed, block * BLOCK, first + n, stream, round, BLOCK)
+        residual = prob
+        if not OWN:
+            if draft is None:
+                residual = tl.where((ids == tl.load(draft_tokens + n, mask=fell, other=-1)), 0.0, prob)
+            elif fell:
+                other = _load_logits(draft + n * draft_row, ids, n_vocab, n_load_draft)
+                other = _law(other, _pick(draft_max, slots, n), _pick(draft_mass, slots, n), -float("inf"), 1.0)[1]
+                residual = tl.where(prob > other, prob - other, 0.0)
+        rank, winner = _winner(_rank(residual, prob, speed), ids)
+        tl.store(ranks + race + block, rank)
+        tl.store(winners + race + block, winner)
+        x_won = tl.load(target + n * target_row + winner).to(tl.float32)
+        tl.store(winner_log_probs + race + block, _scaled(x_won, row_max, temperature) - tl.log(row_mass))
+
+    # the last to arrive has all winners before it
+    tl.debug_barrier()
+    if tl.atomic_add(ticket + sequence, 1, sem="acq_rel", scope="gpu") < tl.num_programs(1) * n_racing - 1:
+        return
+    token, before = race_slot * 0, race_slot * 0
+    if OWN:
+        n = race_slot * 0 - 1
+        going = drafted >= 0
+        while going:
+            n, before = n + 1, token
+            race, out = (sequence * n_racing + n) * n_races, sequence * n_slots + n
+            token = _decide(
+                ranks, winners, winner_log_probs, race, n_races, tokens + out, log_probs + out, BLOCK, RACES
+            )
+            going = n < drafted
+            if draft_tokens is not None:
+                going = going & (tl.load(draft_tokens + n, mask=going, other=-1) == token)
+        behind = (slots > n) & (slots < n_slots)
+        tl.store(tokens + outs, slots.to(tl.int64) * 0 - 1, mask=behind)
+        tl.store(log_probs + outs, slots * 0.0, mask=behind)
+        tl.store(n_accepted + sequence, n)
+    else:
+        out = sequence * n_slots + n
+        token = _decide(ranks, winners, winner_log_probs, race, n_races, tokens + out, log_probs + out, BLOCK, RACES)
+        before = tl.load(draft_tokens + n - 1, mask=n > 0, other=0)
+    _commit(lengths, state_rounds, last, sequence, n, token, before)
+
+
+def _judge(
+    target, draft, draft_tokens, n_drafted, seeds, index, rounds, temperature, top_k, top_p, min_p, own, stream, state, law
+):  # fmt: skip
+    """Statistics, cuts where there are filters, then the decision and the race: two launches, three with filters."""
+    n_rows, n_slots, n_vocab = target.shape
+    device, greedy = target.device, temperature == 0
+    draft = None if own or greedy else draft
+    target, n_load = _readable(target)
+    draft, n_load_draft = (None, 0) if draft is None else _readable(draft)
+    strides = (*target.stride()[:2], *((0, 0) if draft is None else draft.stride()[:2]))
+    n_lines = n_slots if draft is None else 2 * n_slots - 1
+    n_blocks, n_races = triton.cdiv(n_vocab, STATS_BLOCK), triton.cdiv(n_vocab, RACE_BLOCK)
+    blocks = max(16, triton.next_power_of_2(n_blocks))
+    temperature = 1.0 if greedy else max(float(temperature), torch.finfo(torch.float32).tiny)
+    top_k, top_p = (0, 1.0) if greedy else (top_k if top_k < n_vocab else 0, max(float(top_p), torch.finfo(torch.float32).tiny))
+    filtered = not greedy and (top_k > 0 or top_p < 1 or min_p > 0)
+    lengths, limits, state_rounds, last = (None,) * 4 if state is None else state
+    n_drafted, draft_tokens = (None, None) if n_slots == 1 else (n_drafted, draft_tokens.contiguous())
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    maxima, sums = empty(n_rows, n_lines, n_blocks), empty(n_rows, n_lines, n_blocks)
+    best, ticket = empty(n_rows, n_lines, n_blocks, dtype=torch.int32), empty(n_rows, dtype=torch.int32)
+    tokens, n_accepted = empty(n_rows, n_slots, dtype=torch.int64), empty(n_rows, dtype=torch.int64)
+    log_probs = empty(n_rows, n_slots)
+    _stats_kernel[n_rows, n_lines, n_blocks](
+        target, draft, n_drafted, lengths, limits, maxima, sums, best, ticket,
+        *strides, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, temperature, STATS_BLOCK,
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    cuts = masses = None
+    if filtered:
+        cuts, masses = empty(n_rows, n_lines), empty(n_rows, n_lines)
+        _threshold_kernel[n_rows, n_slots](
+            target, n_drafted, lengths, limits, maxima, cuts, masses, *strides[:2], n_lines, n_vocab, n_load, n_blocks,
+            temperature, float(top_k), top_p, math.log(min_p) if min_p > 0 else -math.inf, RACE_BLOCK, blocks, STATS_BLOCK,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    n_slots_wide = max(16, triton.next_power_of_2(n_slots))
+    if greedy:
+        _greedy_kernel[(n_rows,)](
+            target, draft_tokens, n_drafted, lengths, limits, state_rounds, last, maxima, sums, best,
+            tokens, n_accepted, log_probs, *strides[:2], n_slots, n_blocks, n_slots_wide, blocks, enable_fp_fusion=False,
+        )  # fmt: skip
+        return tokens, n_accepted, log_probs
+    n_racing = n_slots if own else 1  # slots of a sequence that race
+    ranks = empty(n_rows, n_racing, n_races, dtype=torch.int64)
+    winners, winner_log_probs = empty(n_rows, n_racing, n_races, dtype=torch.int32), empty(n_rows, n_racing, n_races)
+    _accept_kernel[n_rows, n_races, n_racing](
+        target, draft, draft_tokens, n_drafted, seeds, index, rounds, lengths, limits, state_rounds, last,
+        maxima, sums, cuts, masses, ranks, winners, winner_log_probs, ticket, tokens, n_accepted, log_probs, law,
+        *strides, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, n_races,
+        temperature, stream, own, filtered, n_slots_wide, blocks, RACE_BLOCK, triton.next_power_of_2(n_races),
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return tokens, n_accepted, log_probs
+
+
+def accept_draft(
+    target_logits, draft_logits, draft_tokens, n_drafted, seeds, index, rounds, temperature,
+    top_k=0, top_p=1.0, min_p=0.0, verify="rejection", state: RowState | None = None, impl: str = "auto",
+):  # fmt: skip
+    """accept_draft_ref, then, where state is given, its commit: live rows advance, others get tokens of -1, none accepted.
+
+    Log-probabilities behind the last token are unspecified.
+    """
+    args = (target_logits, draft_logits, draft_tokens, n_drafted, seeds, index, rounds, temperature, top_k, top_p, min_p)
+    if on_triton(impl, target_logits):
+        own = verify == "coupled" or target_logits.shape[1] == 1
+        return _judge(*args[:6], None if own else rounds, *args[7:], own, SAMPLE, state, None)
+    tokens, n_accepted, log_probs = accept_draft_ref(*args, verify)
+    if state is not None:
+        tokens = commit_ref(state, tokens, n_accepted)
+        n_accepted = n_accepted.masked_fill(tokens[:, 0] < 0, 0)
+    return tokens, n_accepted, log_probs
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -386,6 +896,8 @@ def exit_confidence_ref(
 
     vocab: sorted ids (int64) that the head knows; ids from n_used on are padding. Ties go to the lowest id.
     """
+    if isinstance(weight, QuantizedWeight):
+        weight = dequantize(weight, x.dtype, x.shape[-1])
     logits = linear_ref(x, weight if vocab is None else weight[vocab], norm=norm)
     if vocab is None and n_used is not None:
         logits = logits[..., :n_used]
@@ -395,14 +907,115 @@ def exit_confidence_ref(
     return tokens, _log_prob(logits, best), confidence(logits, kind)
 
 
-def exit_confidence(x, weight, norm=None, vocab=None, n_used=None, kind="max_prob", impl: str = "auto"):
-    return exit_confidence_ref(x, weight, norm, vocab, n_used, kind)
+@jit(do_not_specialize=["n_rows"])
+def _exit_kernel(
+    x, weight, scale, vocab, norm_weight, norm_bias, partial, n_rows, x_stride, eps,
+    N_IN: tl.constexpr, N_OUT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """What a block of BN logits has to say of each row, partial (5, n_rows, blocks): best, its id, second, mass, slope."""
+    row = tl.program_id(0) * 16 + tl.arange(0, 16)
+    live = row < n_rows
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    rows = tl.minimum(column, N_OUT - 1).to(tl.int64)
+    if vocab is not None:
+        rows = tl.load(vocab + rows)
+    x += row.to(tl.int64)[:, None] * x_stride
+    z = _products(x, live, weight, rows, norm_weight, norm_bias, eps, N_IN, BN, BK)
+    if scale is not None:
+        z *= tl.load(scale + rows)[None, :]
+    z = z.to(x.dtype.element_ty).to(tl.float32)  # the logits that linear writes: both choose the same token
+    z = tl.where((column < N_OUT)[None, :], z, -float("inf"))
+    best = tl.max(z, 1)
+    chosen = tl.min(tl.where(z == best[:, None], column[None, :], N_OUT - 1), 1)  # NaN: some id, and a mass of NaN
+    second = tl.max(tl.where(column[None, :] == chosen[:, None], -float("inf"), z), 1)
+    below = (z - tl.where(best == -float("inf"), 0.0, best)[:, None]) * 1.4426950408889634
+    weight_of = tl.exp2(below)
+    slope = tl.sum(tl.where(weight_of > 0, weight_of * below, 0.0), 1)
+    n_blocks = tl.num_programs(1)
+    partial += row * n_blocks + tl.program_id(1)
+    step = n_rows * n_blocks
+    tl.store(partial, best, mask=live)
+    tl.store(partial + step, chosen.to(tl.float32), mask=live)  # exact below 2^24
+    tl.store(partial + 2 * step, second, mask=live)
+    tl.store(partial + 3 * step, tl.sum(weight_of, 1), mask=live)
+    tl.store(partial + 4 * step, slope, mask=live)
+
+
+@jit(do_not_specialize=["n_rows"])
+def _exit_merge_kernel(
+    partial, vocab, tokens, log_probs, confidences, n_rows, n_blocks,
+    N_OUT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < n_blocks
+    partial += row * n_blocks + at
+    step = n_rows * n_blocks
+    bests = tl.load(partial, mask=inside, other=-float("inf"))
+    ids = tl.load(partial + step, mask=inside, other=N_OUT - 1).to(tl.int32)
+    seconds = tl.load(partial + 2 * step, mask=inside, other=-float("inf"))
+    masses = tl.load(partial + 3 * step, mask=inside, other=0.0)
+    slopes = tl.load(partial + 4 * step, mask=inside, other=0.0)
+    best = tl.max(bests, 0)
+    chosen = tl.min(tl.where(bests == best, ids, N_OUT - 1), 0)
+    second = tl.max(tl.maximum(seconds, tl.where(ids == chosen, -float("inf"), bests)), 0)
+    below = tl.where(bests == -float("inf"), -float("inf"), (bests - best) * 1.4426950408889634)
+    share = tl.exp2(below)
+    mass = tl.sum(masses * share, 0)
+    if KIND == "max_prob":
+        confidence_of = 1.0 / mass
+    elif KIND == "margin":
+        confidence_of = (1.0 - tl.exp2((second - best) * 1.4426950408889634)) / mass
+    else:  # H = ln(mass) - ln(2) * slope / mass
+        slope = tl.sum(tl.where(share > 0, share * (slopes + below * masses), 0.0), 0)
+        entropy = tl.log(mass) - 0.6931471805599453 * slope / mass
+        confidence_of = 1.0 - entropy / tl.log(tl.maximum(N_OUT, 2.0))
+    token = chosen.to(tl.int64)
+    if vocab is not None:
+        token = tl.load(vocab + token)
+    tl.store(tokens + row, token)
+    tl.store(log_probs + row, -tl.log(mass))
+    tl.store(confidences + row, confidence_of)
+
+
+def exit_confidence(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    norm: Norm | None = None,
+    vocab: torch.Tensor | None = None,
+    n_used: int | None = None,
+    kind: str = "max_prob",
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    int4 = isinstance(weight, QuantizedWeight) and weight.bits == 4
+    if kind not in CONFIDENCES or int4 or not few_rows(impl, x, weight, *(norm or ())[:2]):
+        return exit_confidence_ref(x, weight, norm, vocab, n_used, kind)
+    rows, arguments = _operands(x, weight, norm)
+    n_out = len(arguments["weight"]) if n_used is None else n_used
+    n_out = n_out if vocab is None else len(vocab)
+    n_rows, n_blocks = len(rows), triton.cdiv(n_out, arguments["BN"])
+    partial = torch.empty(5, n_rows, n_blocks, dtype=torch.float32, device=x.device)
+    _exit_kernel[(triton.cdiv(n_rows, 16), n_blocks)](rows, vocab=vocab, partial=partial, N_OUT=n_out, **arguments)
+    tokens = x.new_empty(n_rows, dtype=torch.int64)
+    log_probs, confidences = x.new_empty(2, n_rows, dtype=torch.float32)
+    _exit_merge_kernel[(n_rows,)](
+        partial, vocab, tokens, log_probs, confidences, n_rows, n_blocks, n_out, kind,
+        triton.next_power_of_2(n_blocks), num_warps=8, enable_fp_fusion=True,
+    )  # fmt: skip
+    return tokens, log_probs, confidences
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # linear: a product with the few rows of a decode or verify step
 #
 #     norm(x) (n, in)    weight (out, in)   read once, whatever n: a step of n rows should cost what one row costs
+#
+#     one program      weight[16 or 32 rows, all of in] x 16 rows of x; each warp takes its own slice of in, so that
+#                      nothing is converted or normalised twice, and the slices are added in a fixed order
+#
+#         in ->   |warp 0|warp 1|warp 2|warp 3|warp 0|warp 1|...
+#
+#     A row's bits depend on its own values and on the shape of weight, never on n: tiles always hold 16 rows.
 #     bytes: out * in * element size
 
 
@@ -417,11 +1030,53 @@ class Norm(NamedTuple):
 class QuantizedWeight(NamedTuple):
     """Weight-only quantisation of a matrix (out, in): scale * n + offset, n an integer."""
 
-    data: torch.Tensor  # int8 (out, in); or int4, packed (out, in // 8) int32
-    scale: torch.Tensor  # (out,), or per group (out, in // group)
-    offset: torch.Tensor | None  # per group
+    data: torch.Tensor  # int8 (out, in); or int4, packed (out, in rounded up to 128, // 4) int16
+    scale: torch.Tensor  # float32 (out,); or per group (out, groups)
+    offset: torch.Tensor | None  # None: 0; or per group
     bits: int
     group: int  # in where there is one scale per row
+
+
+PACK = 128  # int4: nibble q of word j of a block holds input q * 32 + j, so that a plane of nibbles meets consecutive x
+
+
+def quantize(weight: torch.Tensor, bits: int = 8, group: int = 128) -> QuantizedWeight:
+    """Round a matrix (out, in) to int8 with a scale per row, or to int4 with scale and offset per group of 32 or 128 inputs.
+
+    int4 scales are bfloat16: with them a weight of group 128 takes 4.25 bits. Integers are chosen for the rounded scales.
+    """
+    weight = weight.detach().float()
+    if bits == 8:
+        scale = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        data = (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+        return QuantizedWeight(data, scale, None, 8, weight.shape[1])
+    if bits != 4 or group not in (32, 128):
+        raise ValueError(f"bits is {bits}, group {group}: choose 8 bits, or 4 bits with group 32 or 128")
+    weight = F.pad(weight, (0, -weight.shape[1] % PACK), mode="replicate")  # what stands behind `in` meets no input
+    groups = weight.unflatten(1, (-1, group))
+    low, high = groups.aminmax(dim=-1)
+    scale, offset = ((high - low) / 15).bfloat16(), low.bfloat16()
+    step = scale.float().clamp(min=torch.finfo(torch.float32).tiny)
+    nibbles = ((groups - offset.float()[..., None]) / step[..., None]).round().clamp(0, 15)
+    return QuantizedWeight(pack_int4(nibbles.flatten(1)), scale, offset, 4, group)
+
+
+def pack_int4(nibbles: torch.Tensor) -> torch.Tensor:
+    """Integers 0..15 (out, in), in a multiple of 128 -> (out, in // 4) int16."""
+    planes = nibbles.to(torch.int32).unflatten(1, (-1, 4, PACK // 4))  # (out, blocks, q, j)
+    words = planes[:, :, 0] | planes[:, :, 1] << 4 | planes[:, :, 2] << 8 | planes[:, :, 3] << 12
+    return words.flatten(1).to(torch.int16)  # wraps
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype, n_in: int) -> torch.Tensor:
+    """The matrix (out, n_in) that a QuantizedWeight stands for, each value computed in float32 and rounded once."""
+    if weight.bits == 8:
+        return (weight.data.float() * weight.scale[:, None]).to(dtype)
+    words = weight.data.int().unflatten(1, (-1, 1, PACK // 4))
+    nibbles = words >> torch.arange(0, 16, 4, device=words.device)[:, None] & 15  # (out, blocks, q, j)
+    groups = nibbles.flatten(1).unflatten(1, (-1, weight.group)).float()
+    full = groups * weight.scale.float()[..., None] + weight.offset.float()[..., None]
+    return full.flatten(1)[:, :n_in].to(dtype)
 
 
 def norm_ref(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -435,18 +1090,24 @@ ACTIVATIONS = (None, "gelu", "swiglu")
 
 def linear_ref(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """residual + activation(norm(x) @ weight.T + bias): x (..., in), weight (out, in) -> (..., out), in the dtype of x.
 
     activation "gelu" is the tanh form (GPT-2); "swiglu" takes the first half of out as the gate: silu(gate) * rest, (..., out // 2).
+    index (out,) int64 takes these rows of a larger weight and bias.
     """
     if norm is not None:
         x = norm_ref(x, norm)
+    if isinstance(weight, QuantizedWeight):
+        weight = dequantize(weight, x.dtype, x.shape[-1])
+    if index is not None:
+        weight, bias = weight[index], None if bias is None else bias[index]
     y = _product(x, weight, bias)
     if activation == "gelu":
         y = F.gelu(y, approximate="tanh")
@@ -468,8 +1129,228 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     return y if bias is None else y + bias
 
 
-def linear(x, weight, bias=None, norm=None, activation=None, residual=None, impl: str = "auto") -> torch.Tensor:
-    return linear_ref(x, weight, bias, norm, activation, residual)
+@jit
+def _moments(x, live, eps, N_IN: tl.constexpr, CENTRE: tl.constexpr):
+    """Mean and 1 / deviation of 16 rows; x (16, 1) pointers. Chunks are merged as in Chan et al.: no cancellation."""
+    BLOCK: tl.constexpr = 256 if CENTRE else 16384 // x.dtype.element_ty.primitive_bitwidth  # as registers allow
+    at = tl.arange(0, BLOCK)
+    mean = tl.zeros((16,), tl.float32)
+    squares = tl.zeros((16,), tl.float32)  # of what is left when the mean is taken off
+    for first in tl.range(0, N_IN, BLOCK, num_stages=3 if CENTRE else 2):
+        inside = live[:, None] & (first + at < N_IN)[None, :]
+        chunk = tl.load(x + first + at[None, :], mask=inside, other=0.0).to(tl.float32)
+        if CENTRE:
+            n = tl.sum((first + at < N_IN).to(tl.float32), 0)
+            apart = tl.sum(chunk, 1) / n - mean
+            chunk = tl.where(inside, chunk - (mean + apart)[:, None], 0.0)
+            squares += apart * apart * (first * n / (first + n))
+            mean += apart * (n / (first + n))
+        squares += tl.sum(chunk * chunk, 1)
+    return mean, 1.0 / tl.sqrt(squares / N_IN + eps)
+
+
+@jit
+def _products(
+    x, live, weight, rows, norm_weight, norm_bias, eps, N_IN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """norm(x) @ weight[rows].T: x (16, 1) pointers, rows (BN,) int64 -> (16, BN) float32; int8 weights as they stand."""
+    CENTRE: tl.constexpr = norm_bias is not None
+    if norm_weight is not None:
+        mean, scale = _moments(x, live, eps, N_IN, CENTRE)
+        shift = -mean * scale
+    at = tl.arange(0, 4)[:, None] * BK + tl.arange(0, BK)[None, :]  # (4, BK): what each warp takes
+    x = x[None, :, :] + at[:, None, :]
+    weight = weight + rows[None, :, None] * N_IN + at[:, None, :]
+    total = tl.zeros((4, 16, BN), tl.float32)
+    for first in range(0, N_IN, 4 * BK):
+        if N_IN % (4 * BK) == 0:
+            inside = at >= 0
+            chunk = tl.load(x + first, mask=live[None, :, None], other=0.0)
+            w = tl.load(weight + first)
+        else:
+            inside = first + at < N_IN
+            chunk = tl.load(x + first, mask=live[None, :, None] & inside[:, None, :], other=0.0)
+            w = tl.load(weight + first, mask=inside[:, None, :], other=0)
+        if norm_weight is not None:  # rounded before the product, as it would be if it were written
+            dtype = chunk.dtype
+            gain = tl.load(norm_weight + first + at, mask=inside, other=0.0).to(tl.float32)
+            chunk = chunk.to(tl.float32) * scale[None, :, None]
+            if CENTRE:
+                chunk = (chunk + shift[None, :, None]) * gain[:, None, :]
+                chunk += tl.load(norm_bias + first + at, mask=inside, other=0.0).to(tl.float32)[:, None, :]
+            else:
+                chunk *= gain[:, None, :]
+            chunk = chunk.to(dtype)
+        total = tl.dot(chunk, tl.permute(w.to(chunk.dtype), (0, 2, 1)), total, input_precision="ieee")
+    return tl.sum(total, 0)
+
+
+@jit
+def _products_int4(
+    x, live, weight, scale, offset, rows, N_IN: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """x @ weight[rows].T for packed int4 with GROUP inputs per scale and offset; a warp takes every fourth block of 128.
+
+    A nibble n or-ed into the mantissa of 16 is the float 16 + n: exact, for one shift and one logic operation. The sum of
+    x over the group, which undoes the 16 and carries the offset, is one more product, with ones: tensor cores have time.
+    """
+    BLOCKS: tl.constexpr = (N_IN + 127) // 128
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    SHIFT: tl.constexpr = 6 if DTYPE == tl.float16 else 3  # mantissa bits - 4
+    SIXTEEN: tl.constexpr = 0x4C00 if DTYPE == tl.float16 else 0x4180  # of float16, of bfloat16
+    LIFT: tl.constexpr = 0.0 if DTYPE == tl.float32 else 16.0
+    block = tl.arange(0, 4)
+    at = block[:, None] * 128 + tl.arange(0, 32)[None, :]  # (4, 32)
+    x = x[None, :, :] + at[:, None, :]
+    weight = weight + rows[None, :, None] * (BLOCKS * 32) + block[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
+    group = (rows[None, None, :] * BLOCKS + block[:, None, None]) * (128 // GROUP)
+    ones = tl.full((4, 32, BN), 1.0, DTYPE)
+    total = tl.zeros((4, 16, BN), tl.float32)
+    for first in range(0, BLOCKS, 4):
+        whole = (first + block < BLOCKS)[:, None, None]
+        words = tl.load(weight + first * 32, mask=whole, other=0)
+        part = tl.zeros((4, 16, BN), tl.float32)
+        sums = tl.zeros((4, 16, BN), tl.float32)
+        for q in tl.static_range(4):
+            inside = first * 128 + q * 32 + at < N_IN
+            chunk = tl.load(x + first * 128 + q * 32, mask=live[None, :, None] & inside[:, None, :], other=0.0)
+            if DTYPE == tl.float32:
+                w = (words >> (4 * q) & 15).to(tl.float32)
+            else:
+                w = words << (SHIFT - 4 * q) if SHIFT > 4 * q else words >> (4 * q - SHIFT)
+                w = (w & (15 << SHIFT) | SIXTEEN).to(tl.int16).to(DTYPE, bitcast=True)
+            part = tl.dot(chunk, tl.permute(w, (0, 2, 1)), part, input_precision="ieee")
+            sums = tl.dot(chunk, ones, sums, input_precision="ieee")
+            if (q + 1) * 32 % GROUP == 0:
+                here = group + first * (128 // GROUP) + q * 32 // GROUP
+                step = tl.load(scale + here, mask=whole, other=0.0).to(tl.float32)
+                low = tl.load(offset + here, mask=whole, other=0.0).to(tl.float32)
+                total += step * part + (low - LIFT * step) * sums
+                part = tl.zeros((4, 16, BN), tl.float32)
+                sums = tl.zeros((4, 16, BN), tl.float32)
+    return tl.sum(total, 0)
+
+
+@jit(do_not_specialize=["n_rows"])  # one binary for all numbers of rows
+def _linear_kernel(
+    x, weight, index, scale, offset, bias, norm_weight, norm_bias, residual, y, n_rows, x_stride, residual_stride, eps,
+    N_IN: tl.constexpr, N_OUT: tl.constexpr, ACTIVATION: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * 16 + tl.arange(0, 16)
+    live = row < n_rows
+    row = row.to(tl.int64)[:, None]
+    # swiglu: gate and up rows alternate, so that a thread holds both of a pair; behind the end the last row is read again
+    PAIR: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1
+    HALF: tl.constexpr = N_OUT // PAIR
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    rows = (tl.minimum(column // PAIR, HALF - 1) + column % PAIR * HALF).to(tl.int64)
+    if index is not None:
+        rows = tl.load(index + rows)
+    if offset is not None:
+        z = _products_int4(x + row * x_stride, live, weight, scale, offset, rows, N_IN, GROUP, BN)
+    else:
+        z = _products(x + row * x_stride, live, weight, rows, norm_weight, norm_bias, eps, N_IN, BN, BK)
+        if scale is not None:
+            z *= tl.load(scale + rows)[None, :]
+    if bias is not None:
+        z += tl.load(bias + rows).to(tl.float32)[None, :]
+    if ACTIVATION == "gelu":  # z * (1 + tanh(u)) / 2 is z * sigmoid(2 u)
+        u = 0.7978845608028654 * (z + 0.044715 * z * z * z)
+        z = z / (1.0 + tl.exp2(u * -2.8853900817779268))
+    if ACTIVATION == "swiglu":
+        gate, up = tl.split(tl.reshape(z, (16, BN // 2, 2)))
+        z = gate / (1.0 + tl.exp2(gate * -1.4426950408889634)) * up
+    out = tl.program_id(1) * (BN // PAIR) + tl.arange(0, BN // PAIR)[None, :]
+    keep = live[:, None] & (out < HALF)
+    if residual is not None:
+        z += tl.load(residual + row * residual_stride + out, mask=keep, other=0.0).to(tl.float32)
+    tl.store(y + row * HALF + out, z.to(y.dtype.element_ty), mask=keep)
+
+
+@jit
+def _norm_kernel(x, weight, bias, y, x_stride, eps, N_IN: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    z = tl.load(x + row * x_stride + at, mask=at < N_IN, other=0.0).to(tl.float32)
+    if bias is not None:
+        z = tl.where(at < N_IN, z - tl.sum(z, 0) / N_IN, 0.0)
+    z *= 1.0 / tl.sqrt(tl.sum(z * z, 0) / N_IN + eps)
+    z *= tl.load(weight + at, mask=at < N_IN, other=0.0).to(tl.float32)
+    if bias is not None:
+        z += tl.load(bias + at, mask=at < N_IN, other=0.0).to(tl.float32)
+    tl.store(y + row * N_IN + at, z.to(y.dtype.element_ty), mask=at < N_IN)
+
+
+MAX_LINEAR_ROWS = 64  # beyond, the library's product: weights are no longer what limits it
+
+
+def few_rows(impl: str, x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, *others: torch.Tensor | None) -> bool:
+    """Whether the kernels below take a product of x and weight; training, long blocks and odd widths have the reference."""
+    data = weight.data if isinstance(weight, QuantizedWeight) else weight
+    fits = 0 < x.numel() <= MAX_LINEAR_ROWS * x.shape[-1] and x.shape[-1] % 16 == 0
+    wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, data, *others))
+    return on_triton(impl, x) and fits and not wants_grad
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """(..., C) -> (n, C), the last dimension contiguous: a view wherever that is one."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _operands(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, norm: Norm | None):
+    """Rows (n, in) and what else a product's launch needs. Tiles follow from dtypes and the weight's shape, never from n.
+
+    24 KB of weights in flight per SM hide the memory's latency at 4 TB/s; shared memory stays below 64 KB, AMD's limit.
+    """
+    x = as_rows(x)
+    n_rows, n_in = x.shape
+    data, scale, offset = weight[:3] if isinstance(weight, QuantizedWeight) else (weight, None, None)
+    if offset is not None and norm is not None:  # inside, it would double the 4.1 operations per weight that int4 takes
+        y, block = torch.empty(x.shape, dtype=x.dtype, device=x.device), triton.next_power_of_2(n_in)
+        _norm_kernel[(n_rows,)](
+            x, norm.weight, norm.bias, y, x.stride(0), norm.eps, n_in, block, num_warps=8, enable_fp_fusion=True
+        )
+        x, norm = y, None
+    gain, shift, eps = norm or (None, None, 0.0)
+    if x.dtype == torch.float32:
+        block_n, block_k, stages = 16, 32, 2
+    elif offset is not None:
+        block_n, block_k, stages = 32, 128, 3
+    else:  # narrow matrices take small blocks, to reach all SMs
+        block_n, block_k, stages = (32, 64, 3) if data.shape[0] >= 4096 else (16, 64, 4)
+        stages += scale is not None
+    arguments = {"weight": data.contiguous(), "scale": scale, "norm_weight": gain, "norm_bias": shift, "eps": eps}
+    arguments |= {"n_rows": n_rows, "x_stride": x.stride(0), "N_IN": n_in, "BN": block_n, "BK": block_k}
+    return x, arguments | {"num_warps": 8 if x.dtype == torch.float32 else 4, "num_stages": stages, "enable_fp_fusion": True}
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}: choose {', '.join(map(str, ACTIVATIONS))}")
+    if not few_rows(impl, x, weight, bias, residual, *(norm or ())[:2]):
+        return linear_ref(x, weight, bias, norm, activation, residual, index)
+    rows, arguments = _operands(x, weight, norm)
+    n_out = arguments["weight"].shape[0] if index is None else len(index)
+    y = x.new_empty(*x.shape[:-1], n_out // 2 if activation == "swiglu" else n_out)
+    residual = None if residual is None else as_rows(residual)
+    int4 = isinstance(weight, QuantizedWeight) and weight.bits == 4
+    grid = (triton.cdiv(len(rows), 16), triton.cdiv(n_out, arguments["BN"]))  # neighbours share weights
+    _linear_kernel[grid](
+        rows, index=index, bias=bias, residual=residual, y=y, residual_stride=0 if residual is None else residual.stride(0),
+        offset=weight.offset if int4 else None, GROUP=weight.group if int4 else 0, N_OUT=n_out, ACTIVATION=activation,
+        **arguments,
+    )  # fmt: skip
+    return y
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -479,7 +1360,17 @@ def linear(x, weight, bias=None, norm=None, activation=None, residual=None, impl
 #     cache                [ . . . . . . ] n n n       the new rows are written first, then row t sees 0 .. its own
 #     row t = 0            x x x x x x x               position; slots behind it may hold anything, NaN included, and
 #     row t = 1            x x x x x x x x             are never read: a mask would turn NaN into 0 * NaN
-#     bytes: K and V of the row's length once, 2 * S * G * D * element size, whatever T and H
+#     chunks of CHUNK keys  |---- 0 ----|---- 1 ----|-- 2 -      one program per chunk and kv head: its queries are the T new
+#                           (out, lse)  (out, lse)  (out, lse)   rows of the group's heads. Then one program per row and head
+#                                `-----------+-----------`       merges the chunks that the row sees
+#     bytes: K and V of the row's length once, 2 * S * G * D * element size, while T * H / G rows fit the tile of 16 (H = G)
+#     or 32 (H > G); further tiles find them in the L2. Partial outputs: 8 * (D + 1) bytes per query row and chunk (6% of K and V
+#     at T = 1, H = 4 G, D = 128, bfloat16)
+#
+# A row's bits depend on its position and what it sees, not on what rides along: CHUNK is a constant, key tiles start at
+# multiples of BLOCK_N, the tile's height does not depend on T, and tiles that a row does not see leave it as it is.
+#
+# int8 K and V: one scale per token and kv head, (n_pages, page_size, G) float32; x is about scale * n, n in -127 .. 127
 
 
 class RowPlan(NamedTuple):
@@ -521,15 +1412,29 @@ def rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def append_kv_ref(k, v, k_cache, v_cache, block_table, positions, plans: list[RowPlan] | None = None) -> None:
-    """Write k, v (B, T, G, D) of one layer into k_cache, v_cache (n_pages, page_size, G, D) at positions (B, T)."""
-    for row, first, n, start, slots in plans or plan_rows(positions, block_table, k_cache.shape[1]):
-        if isinstance(slots, slice):
-            target = slice(slots.start + start, slots.stop)
-        else:
-            target = slots[start:]
-        k_cache.flatten(0, 1)[target] = k[row, first : first + n]
-        v_cache.flatten(0, 1)[target] = v[row, first : first + n]
+def quantise_kv_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 of each head: x (..., D) -> n (..., D) int8, scale (...) float32, with x ~ scale * n; zeros stay zeros."""
+    x = x.float()
+    scale = x.abs().amax(-1) / 127
+    return (x / scale.masked_fill(scale == 0, 1.0)[..., None]).round().to(torch.int8), scale
+
+
+def append_kv_ref(
+    k, v, k_cache, v_cache, block_table, positions, scales=None, plans: list[RowPlan] | None = None
+) -> None:
+    """Write k, v (B, T, G, D) of one layer into k_cache, v_cache (n_pages, page_size, G, D) at positions (B, T).
+
+    Into int8 caches they go quantised, with their scales into scales = (k_scale, v_scale), each (n_pages, page_size, G).
+    """
+    plans = plan_rows(positions, block_table, k_cache.shape[1]) if plans is None else plans
+    for new, cache, scale in zip((k, v), (k_cache, v_cache), scales or (None, None)):
+        if scale is not None:
+            new, new_scale = quantise_kv_ref(new)
+        for row, first, n, start, slots in plans:
+            target = slice(slots.start + start, slots.stop) if isinstance(slots, slice) else slots[start:]
+            cache.flatten(0, 1)[target] = new[row, first : first + n]
+            if scale is not None:
+                scale.flatten(0, 1)[target] = new_scale[row, first : first + n]
 
 
 def decode_attention_ref(
@@ -547,21 +1452,26 @@ def decode_attention_ref(
     """Rotate, append and attend: qkv (B, T, H+2G, D), one layer's pages (n_pages, page_size, G, D) -> (B, T, H, D).
 
     block_table (B, max_pages) int32, positions (B, T) int64; cos, sin (B, T, 1, D) at the positions, None with learned
-    positions. plans is plan_rows(...) of the pass where the caller has it. Outputs at padding are unspecified.
+    positions; scales (k_scale, v_scale) of int8 caches. plans is plan_rows(...) of the pass where the caller has it.
+    Outputs at padding are unspecified.
     """
     n_kv = k_cache.shape[2]
-    plans = plans or plan_rows(positions, block_table, k_cache.shape[1])
+    plans = plan_rows(positions, block_table, k_cache.shape[1]) if plans is None else plans
     if cos is not None:
         qk = rotate_ref(qkv[:, :, : n_head + n_kv], cos, sin)
         q, k = qk[:, :, :n_head], qk[:, :, n_head:]
     else:
         q, k = qkv[:, :, :n_head], qkv[:, :, n_head : n_head + n_kv]
-    append_kv_ref(k, qkv[:, :, n_head + n_kv :], k_cache, v_cache, block_table, positions, plans)
+    append_kv_ref(k, qkv[:, :, n_head + n_kv :], k_cache, v_cache, block_table, positions, scales, plans)
     out = []
     for row, first, n, start, slots in plans:
-        out.append(
-            attend_ref(q[row, first : first + n], k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots], start)
-        )
+        memory = [pages.flatten(0, 1)[slots] for pages in (k_cache, v_cache)]  # (S, G, D)
+        if scales is not None:
+            memory = [
+                (n_cache.float() * scale.flatten(0, 1)[slots][..., None]).to(q.dtype)
+                for n_cache, scale in zip(memory, scales)
+            ]
+        out.append(attend_ref(q[row, first : first + n], *memory, start))
     if len(plans) == len(qkv) and all(plan.n == qkv.shape[1] for plan in plans):
         return out[0][None] if len(out) == 1 else torch.stack(out)
     result = q.new_zeros(q.shape)
@@ -609,18 +1519,232 @@ def causal_attention_ref(qkv: torch.Tensor, n_head: int, n_kv: int, cos=None, si
     return out.transpose(1, 2)
 
 
+@jit
+def _load_heads(x, cos, sin, token, head, stride, real, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Heads (rows, BLOCK_D) of x at tokens (rows,) int64, rotated in float32 and rounded once; 0 where not real."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = real[:, None] & (d < D)
+    at = token[:, None] * stride + head[:, None] * D
+    heads = tl.load(x + at + d, mask=mask, other=0.0)
+    if cos is not None:
+        rolled = tl.load(x + at + (d + D // 2) % D, mask=mask, other=0.0)
+        turn = token[:, None] * D + d
+        c, s = tl.load(cos + turn, mask=mask, other=0.0), tl.load(sin + turn, mask=mask, other=0.0)
+        # an explicit fma: which of the two products the compiler fuses must not depend on the kernel around
+        heads = tl.fma(rolled.to(tl.float32), s.to(tl.float32), heads.to(tl.float32) * c.to(tl.float32)).to(heads.dtype)
+    return heads
+
+
+@jit
+def _page_slot(table, position, real, PAGE: tl.constexpr):
+    """Slots (n,) int64 of positions in the flattened pages; int64 before anything multiplies it: caches pass 2^31 elements."""
+    page = tl.load(table + position // PAGE, mask=real, other=0)
+    return page.to(tl.int64) * PAGE + position % PAGE
+
+
+@jit
+def _store_heads(x, cache, scales, at, real, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write heads x (rows, BLOCK_D) to cache rows `at` = slot * G + head (rows,) int64, quantised as quantise_kv_ref does."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    if scales is not None:
+        x = x.to(tl.float32)
+        scale = tl.div_rn(tl.max(tl.abs(x), 1), 127.0)
+        tl.store(scales + at, scale, mask=real)
+        x = tl.div_rn(x, tl.where(scale == 0, 1.0, scale)[:, None])
+        x = (
+            x + 12582912.0
+        ) - 12582912.0  # 1.5 * 2^23: float32 has no bits left for fractions, so this rounds to nearest even
+    tl.store(cache + at[:, None] * D + d, x.to(cache.dtype.element_ty), mask=real[:, None] & (d < D))
+
+
+@jit(do_not_specialize=["n_new", "max_pages", "n_chunks"])
+def _attention_kernel(
+    qkv, k_cache, v_cache, k_scale, v_scale, block_table, positions, cos, sin, partial, partial_lse,
+    n_new, max_pages, n_chunks, stride: tl.constexpr, SCALE: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64) // G
+    g = tl.program_id(1) % G
+    start = tl.program_id(0) * CHUNK
+    table = block_table + row * max_pages
+    t = tl.arange(0, BLOCK_T)
+    position = tl.load(positions + row * n_new + t, mask=t < n_new, other=-1).to(tl.int32)
+    length = tl.max(position, 0) + 1
+    if start >= length:
+        return
+
+    # 1. this chunk's new keys and values go to the cache; no other program of the launch touches these slots
+    new = (position >= start) & (position < start + CHUNK)
+    if (tl.num_programs(2) == 1) & (tl.max(new.to(tl.int32), 0) > 0):
+        token, zero = row * n_new + t, tl.zeros_like(t)
+        at = _page_slot(table, position, new, PAGE) * G + g
+        k = _load_heads(qkv, cos, sin, token, zero + (G * GROUP + g), stride, new, D, BLOCK_D)
+        v = _load_heads(qkv, None, None, token, zero + (G * GROUP + G + g), stride, new, D, BLOCK_D)
+        _store_heads(k, k_cache, k_scale, at, new, D, BLOCK_D)
+        _store_heads(v, v_cache, v_scale, at, new, D, BLOCK_D)
+        # the loop below reads them back, through other threads than those that wrote them: a new key then takes the same
+        # path as an old one, and a row's bits do not depend on whether its keys came in this launch
+        tl.debug_barrier()
+
+    # 2. BLOCK_M query rows against the chunk: row m is head m % GROUP of new token m // GROUP
+    d = tl.arange(0, BLOCK_D)[None, :]
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = m < n_new * GROUP
+    token = row * n_new + m // GROUP
+    limit = tl.load(positions + token, mask=real, other=-1).to(tl.int32)
+    q = _load_heads(qkv, cos, sin, token, g * GROUP + m % GROUP, stride, real, D, BLOCK_D)
+    best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for n0 in range(0, CHUNK, BLOCK_N):
+        n = start + n0 + tl.arange(0, BLOCK_N)
+        held = n < length  # slots behind may hold NaN, and pages there may be anyone's: they are not loaded
+        at = _page_slot(table, n, held, PAGE) * G + g
+        mask = held[:, None] & (d < D)
+        k = tl.load(k_cache + at[:, None] * D + d, mask=mask, other=0)
+        v = tl.load(v_cache + at[:, None] * D + d, mask=mask, other=0)
+        if k_scale is not None:
+            k, v = k.to(tl.float32).to(q.dtype), v.to(tl.float32).to(q.dtype)  # exact; the scales wait
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE
+        if k_scale is not None:
+            scores *= tl.load(k_scale + at, mask=held, other=0.0)[None, :]
+        scores = tl.where(n[None, :] <= limit[:, None], scores, -float("inf"))
+        highest = tl.maximum(best, tl.max(scores, 1))
+        safe = tl.where(highest == -float("inf"), 0.0, highest)  # -inf - -inf is NaN
+        weights = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(best - safe)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        if k_scale is not None:
+            # 128 * scale is about v's largest entry, so that the product is as far from float16's limits as v itself
+            weights *= tl.load(v_scale + at, mask=held, other=0.0)[None, :] * 128.0
+        acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
+        best = highest
+    if k_scale is not None:
+        acc *= 1 / 128
+    seen = limit >= start  # other rows have nothing here, and the merge does not ask for it
+    at = (tl.program_id(1).to(tl.int64) * n_chunks + tl.program_id(0)) * (n_new * GROUP) + m
+    total = tl.where(seen, total, 1.0)
+    tl.store(partial + at[:, None] * D + d, acc / total[:, None], mask=seen[:, None] & (d < D))
+    tl.store(partial_lse + at, best + tl.log2(total), mask=seen)
+
+
+@jit(do_not_specialize=["n_new", "n_chunks"])
+def _merge_kernel(
+    partial, partial_lse, positions, out, n_new, n_chunks, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    limit = tl.load(positions + token).to(tl.int32)
+    n_seen = (limit + CHUNK) // CHUNK  # 0 at padding
+    row, t = token // n_new, token % n_new
+    first = (row * G + head // GROUP) * n_chunks * (n_new * GROUP) + t * GROUP + head % GROUP
+    d = tl.arange(0, BLOCK_D)
+    best = -float("inf")
+    total = 0.0
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    done = 0
+    while done < n_seen:
+        chunk = done + tl.arange(0, BLOCK_S)
+        at = first + chunk.to(tl.int64) * (n_new * GROUP)
+        seen = chunk < n_seen
+        lse = tl.load(partial_lse + at, mask=seen, other=-float("inf"))
+        values = tl.load(partial + at[:, None] * D + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
+        highest = tl.maximum(best, tl.max(lse, 0))
+        weights, shrink = tl.exp2(lse - highest), tl.exp2(best - highest)
+        total = total * shrink + tl.sum(weights, 0)
+        acc = acc * shrink + tl.sum(values * weights[:, None], 0)
+        best = highest
+        done += BLOCK_S
+    acc = acc / tl.where(n_seen > 0, total, 1.0)
+    tl.store(out + (token * (G * GROUP) + head) * D + d, acc.to(out.dtype.element_ty), mask=d < D)
+
+
+@jit(do_not_specialize=["n_new", "max_pages"])
+def _append_kernel(
+    k, v, k_cache, v_cache, k_scale, v_scale, block_table, positions, cos, sin, n_new, max_pages,
+    k_stride: tl.constexpr, v_stride: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    t = tl.arange(0, BLOCK_T)
+    token, head = row * n_new + t, tl.zeros_like(t) + g
+    position = tl.load(positions + token, mask=t < n_new, other=-1).to(tl.int32)
+    new = position >= 0
+    at = _page_slot(block_table + row * max_pages, position, new, PAGE) * G + g
+    keys = _load_heads(k, cos, sin, token, head, k_stride, new, D, BLOCK_D)
+    values = _load_heads(v, None, None, token, head, v_stride, new, D, BLOCK_D)
+    _store_heads(keys, k_cache, k_scale, at, new, D, BLOCK_D)
+    _store_heads(values, v_cache, v_scale, at, new, D, BLOCK_D)
+
+
 MAX_ROWS = 16  # new rows of a sequence that one attention kernel takes
+CHUNK = 128  # keys per program: a constant, or a row's bits would depend on the length, the batch or the card
+
+
+def _flat_rows(x: torch.Tensor) -> torch.Tensor:
+    """x (B, T, heads, D) as (B * T, heads, D) whose heads are dense: a view, unless its layout is an unusual one."""
+    x = x.flatten(0, 1)
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def _block_d(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
 
 
 def decode_attention(
     qkv, k_cache, v_cache, block_table, positions, n_head, cos=None, sin=None, scales=None, plans=None,
     impl: str = "auto",
 ):  # fmt: skip
-    return decode_attention_ref(qkv, k_cache, v_cache, block_table, positions, n_head, cos, sin, scales, plans)
+    """decode_attention_ref for up to MAX_ROWS new rows per sequence; outputs at padding are 0."""
+    n_rows, n_new, _, head_dim = qkv.shape
+    if n_new > MAX_ROWS or not on_triton(impl, qkv):
+        return decode_attention_ref(qkv, k_cache, v_cache, block_table, positions, n_head, cos, sin, scales, plans)
+    page_size, n_kv = k_cache.shape[1:3]
+    group, max_pages = n_head // n_kv, block_table.shape[1]
+    n_chunks = triton.cdiv(max_pages * page_size, CHUNK)
+    positions, block_table = positions.contiguous(), block_table.contiguous()
+    cos, sin = (None, None) if cos is None else (cos.contiguous(), sin.contiguous())
+    block_m = 16 if group == 1 else 32  # whatever T is: another tile may add up in another order
+    n_tiles = triton.cdiv(n_new * group, block_m)
+    if n_tiles > 1:  # no one program can both write the new keys and be alone in reading them: one launch more
+        k, v = qkv[:, :, n_head : n_head + n_kv], qkv[:, :, n_head + n_kv :]
+        _append(k, v, k_cache, v_cache, block_table, positions, cos, sin, scales)
+    qkv, sizes = _flat_rows(qkv), (n_rows * n_kv, n_chunks, n_new * group, head_dim)
+    partial, partial_lse = (qkv.new_empty(size, dtype=torch.float32) for size in (sizes, sizes[:3]))
+    out = qkv.new_empty(n_rows, n_new, n_head, head_dim)
+    block_d = _block_d(head_dim)
+    # 4096 elements of K and of V on their way: three or more programs share a multiprocessor, and none spills a register
+    block_n = 16 if qkv.dtype == torch.float32 else min(64, 4096 // block_d)
+    shape = {"G": n_kv, "GROUP": group, "D": head_dim, "CHUNK": CHUNK, "BLOCK_D": block_d}
+    _attention_kernel[n_chunks, n_rows * n_kv, n_tiles](
+        qkv, k_cache, v_cache, *(scales or (None, None)), block_table, positions, cos, sin, partial, partial_lse,
+        n_new, max_pages, n_chunks, stride=qkv.stride(0), SCALE=head_dim**-0.5 * math.log2(math.e), PAGE=page_size,
+        BLOCK_T=MAX_ROWS, BLOCK_M=block_m, BLOCK_N=block_n, **shape,
+        num_warps=8 if block_d == 256 else 4, num_stages=2, enable_fp_fusion=True,
+    )  # fmt: skip
+    _merge_kernel[n_rows * n_new, n_head](
+        partial, partial_lse, positions, out, n_new, n_chunks, BLOCK_S=16, **shape, num_warps=4, enable_fp_fusion=True
+    )
+    return out
 
 
 def append_kv(k, v, k_cache, v_cache, block_table, positions, scales=None, plans=None, impl: str = "auto") -> None:
-    append_kv_ref(k, v, k_cache, v_cache, block_table, positions, plans)
+    """append_kv_ref; up to MAX_ROWS new rows per sequence are one launch."""
+    if k.shape[1] > MAX_ROWS or not on_triton(impl, k):
+        return append_kv_ref(k, v, k_cache, v_cache, block_table, positions, scales, plans)
+    _append(k, v, k_cache, v_cache, block_table.contiguous(), positions.contiguous(), None, None, scales)
+
+
+def _append(k, v, k_cache, v_cache, block_table, positions, cos, sin, scales) -> None:
+    n_rows, n_new, n_kv, head_dim = k.shape
+    k, v = _flat_rows(k), _flat_rows(v)
+    _append_kernel[n_rows, n_kv](
+        k, v, k_cache, v_cache, *(scales or (None, None)), block_table, positions, cos, sin, n_new, block_table.shape[1],
+        k_stride=k.stride(0), v_stride=v.stride(0), G=n_kv, D=head_dim, PAGE=k_cache.shape[1], BLOCK_T=MAX_ROWS,
+        BLOCK_D=_block_d(head_dim), num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 rotate = rotate_ref

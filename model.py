@@ -10,6 +10,7 @@ position; KVCache is only memory, so rolling back is a smaller number and a reje
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -86,15 +87,19 @@ class KVCache:
 
     k, v (L, n_pages, page_size, G, D); block_table (B, max_pages) int32: the page that holds positions
     i * page_size .. of a row. A fresh cache is contiguous: the identity table. Unused slots may hold anything.
+    int8 has k_scale, v_scale (L, n_pages, page_size, G) float32 beside it: half the bytes of bfloat16 and 4 more per head.
     """
 
     def __init__(self, config: GPTConfig, batch: int, capacity: int, page_size=16, dtype=torch.float32, device="cpu"):
-        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"dtype is {dtype}: a cache holds float64, float32, bfloat16 or float16")
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8):
+            raise ValueError(f"dtype is {dtype}: a cache holds float64, float32, bfloat16, float16 or int8")
         max_pages = -(-capacity // page_size)
         shape = (config.n_layer, batch * max_pages, page_size, config.n_kv_head, config.head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty_like(self.k)
+        quantised = dtype == torch.int8
+        self.k_scale = torch.empty(shape[:-1], dtype=torch.float32, device=device) if quantised else None
+        self.v_scale = torch.empty_like(self.k_scale) if quantised else None
         self.page_size = page_size
         pages = torch.arange(batch * max_pages, dtype=torch.int32, device=device)
         self.block_table = pages.view(batch, max_pages)
@@ -103,8 +108,9 @@ class KVCache:
         """Pages of one layer: k, v (n_pages, page_size, G, D)."""
         return self.k[layer], self.v[layer]
 
-    def scales(self, layer: int) -> None:
-        return None
+    def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of an int8 cache: k_scale, v_scale (n_pages, page_size, G) of one layer."""
+        return None if self.k_scale is None else (self.k_scale[layer], self.v_scale[layer])
 
     @property
     def capacity(self) -> int:
@@ -113,8 +119,7 @@ class KVCache:
 
     def rows(self, index) -> KVCache:
         """A view of some rows (list of int or index tensor) that shares the pages."""
-        view = object.__new__(KVCache)
-        view.k, view.v, view.page_size = self.k, self.v, self.page_size
+        view = copy.copy(self)
         view.block_table = self.block_table[index]
         return view
 
@@ -122,7 +127,7 @@ class KVCache:
 class Linear(nn.Linear):
     def forward(self, x, norm: Norm | None = None, activation=None, residual=None, impl: str = "auto"):
         parameters = None if norm is None else norm.parameters_of()
-        return kernels.linear(x, self.weight, self.bias, parameters, activation, residual, impl)
+        return kernels.linear(x, self.weight, self.bias, parameters, activation, residual, impl=impl)
 
 
 class Norm(nn.Module):
@@ -202,12 +207,15 @@ class ExitHead(nn.Module):
         self.norm = Norm(config)
         self.adapters = nn.ModuleDict({name: Linear(config.n_embd, config.n_embd) for name in config.exit_adapters})
 
-    def forward(self, x, adapter: str):
-        z = self.norm(x)
+    def forward(self, x, adapter: str, impl: str = "auto"):
+        return self.norm(self.adapt(x, adapter, impl))
+
+    def adapt(self, x, adapter: str, impl: str = "auto"):
+        """u: what the output matrix reads once it is normalised, which is left to the product."""
         if adapter not in self.adapters:
-            return z
+            return x
         size = kernels.full_precision(x).square().mean(-1, keepdim=True).sqrt().to(x.dtype)
-        return self.norm(x + size * self.adapters[adapter](z))
+        return x + size * self.adapters[adapter](x, self.norm, impl=impl)
 
 
 class GPT(nn.Module):
@@ -217,6 +225,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.impl = "auto"  # kernels or references: kernels.IMPLEMENTATIONS
+        self.cache_dtype: torch.dtype | None = (
+            None  # of keys and values, torch.int8 for instance; the model's own when None
+        )
         self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.position_embedding = nn.Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -252,8 +263,8 @@ class GPT(nn.Module):
         return self.token_embedding.weight.dtype
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """A cache in the model's own dtype, on its device."""
-        return KVCache(self.config, batch, capacity, dtype=self.dtype, device=self.device)
+        """A cache on the model's device, in cache_dtype or its own dtype."""
+        return KVCache(self.config, batch, capacity, dtype=self.cache_dtype or self.dtype, device=self.device)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """tokens, positions (B, T) int64; position -1 is padding -> x (B, T, C)."""
@@ -295,25 +306,36 @@ class GPT(nn.Module):
 
     def logits(self, x, exit_layer: int | None = None, adapter: str = "exit") -> torch.Tensor:
         """x (..., C) -> (..., V) by the final head, or by the head of an exit; -inf for padding and outside exit_vocab."""
-        weight = self.token_embedding.weight if self.output is None else self.output.weight
-        n_used = self.config.n_vocab_used
-        if exit_layer is None:
-            logits = kernels.linear(x, weight, norm=self.final_norm.parameters_of(), impl=self.impl)
-        else:
-            if exit_layer not in self.config.exit_layers:
-                raise ValueError(f"exit_layer is {exit_layer}: this model has exits {self.config.exit_layers}")
-            if adapter not in ("exit", "draft"):
-                raise ValueError(f"adapter is {adapter!r}: choose exit or draft")
-            x = self.exits[str(exit_layer)](x, adapter)
-            if self.exit_vocab is not None:
-                known = kernels.linear(x, weight[self.exit_vocab], impl=self.impl)
-                logits = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
-                logits[..., self.exit_vocab] = known
-                return logits
-            logits = kernels.linear(x, weight, impl=self.impl)
-        if n_used < self.config.vocab_size:
+        n_used, norm, vocab = self.config.n_vocab_used, self.final_norm, None
+        if exit_layer is not None:
+            head, vocab = self._exit(exit_layer, adapter), self.exit_vocab
+            x, norm = head.adapt(x, adapter, self.impl), head.norm
+        logits = kernels.linear(x, self.output_weight, norm=norm.parameters_of(), index=vocab, impl=self.impl)
+        if vocab is not None:
+            known = logits
+            logits = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
+            logits[..., vocab] = known
+        elif n_used < self.config.vocab_size:
             logits[..., n_used:] = -torch.inf
         return logits
+
+    def exit_confidence(self, x, exit_layer: int, kind: str = "max_prob"):
+        """What the exit's head says of x (N, C): the best token, its log-probability and a confidence, each (N,)."""
+        head = self._exit(exit_layer, "exit")
+        x, norm = head.adapt(x, "exit", self.impl), head.norm.parameters_of()
+        n_used = self.config.n_vocab_used
+        return kernels.exit_confidence(x, self.output_weight, norm, self.exit_vocab, n_used, kind, self.impl)
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        return self.token_embedding.weight if self.output is None else self.output.weight
+
+    def _exit(self, exit_layer: int, adapter: str) -> ExitHead:
+        if exit_layer not in self.config.exit_layers:
+            raise ValueError(f"exit_layer is {exit_layer}: this model has exits {self.config.exit_layers}")
+        if adapter not in ("exit", "draft"):
+            raise ValueError(f"adapter is {adapter!r}: choose exit or draft")
+        return self.exits[str(exit_layer)]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens (B, T) -> logits (B, T, V), no cache: training and scoring."""

@@ -212,7 +212,7 @@ class Session:
         logits = self.model(torch.tensor([tokens], device=self.model.device))[:, -1]
         seen = torch.zeros_like(logits, dtype=torch.bool)
         seen[0, tokens] = True
-        logits = kernels.penalise(logits, seen, self.sampling.repetition_penalty, None)[0]
+        logits = kernels.penalise(logits[:, None], seen, None, self.sampling.repetition_penalty, None)[0, 0]
         best, second = logits.topk(2).values.tolist()
         n_ulps = (
             32 if self.dtype in ("float64", "float32") else 4

@@ -1,3 +1,6 @@
+import importlib
+import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -6,6 +9,18 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 torch.set_num_threads(1)  # tiny operations: a second thread only waits
+
+# Triton decides when a function is decorated whether it is interpreted, so the kernels are imported under the variable.
+# Then it goes: impl="auto" on CPU tensors is the reference again, and impl="triton" the interpreted kernel.
+os.environ["TRITON_INTERPRET"] = "1"
+import kernels  # noqa: F401
+
+if importlib.util.find_spec("triton"):
+    import interpreter
+
+    interpreter.repair_bfloat16()
+    importlib.import_module("triton.experimental.gluon")  # else at the first launch, where it looks for the variable
+del os.environ["TRITON_INTERPRET"]
 
 
 @pytest.fixture(autouse=True)

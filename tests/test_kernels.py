@@ -120,9 +120,9 @@ def test_filters_that_are_off_change_no_bit():
         for top_k in (50, 51, 10**9):  # above V clamps
             assert torch.equal(kernels.process_logits_ref(logits, temperature, top_k), bare)
     assert torch.equal(kernels.process_logits_ref(logits, 1.0), logits - logits.amax(-1, keepdim=True))
-    assert torch.equal(kernels.penalise(logits, None, 1.0, None), logits)
+    assert torch.equal(kernels.penalise(logits[:, None], None, None, 1.0, None)[:, 0], logits)
     seen = torch.rand(4, 50) < 0.5
-    assert torch.equal(kernels.penalise(logits, seen, 1.0, torch.zeros(50)), logits)
+    assert torch.equal(kernels.penalise(logits[:, None], seen, None, 1.0, torch.zeros(50))[:, 0], logits)
 
 
 def test_law_equals_the_definition_in_numpy():
@@ -151,7 +151,7 @@ def test_law_equals_the_definition_in_numpy():
         bias = torch.zeros(n_vocab)
         for i, value in sampling.logit_bias.items():
             bias[i] = value
-        penalised = kernels.penalise(torch.tensor(logits)[None], seen, sampling.repetition_penalty, bias)
+        penalised = kernels.penalise(torch.tensor(logits)[None, None], seen, None, sampling.repetition_penalty, bias)[0]
         law = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         got = kernels.process_logits_ref(penalised, *law).softmax(-1)[0].numpy()
         expected = numpy_law(logits, sampling, history)
