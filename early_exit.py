@@ -268,11 +268,15 @@ class EarlyExitSegments:
         if not ask:
             return x
         x = x.gather(1, (n - 1).clamp(min=0)[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]  # (B, C)
-        logits = model.logits(x) if deepest else model.logits(x, self.bounds[segment + 1])
-        tokens, log_probs, _ = kernels.sample_token(
-            logits, batch.sampler.seeds, start + n, **batch.sampler.law, impl=model.impl
-        )
-        sure = going[:, 0] if deepest else kernels.confidence(logits, self.confidence) >= self.thresholds[segment]
+        if not deepest and batch.sampling.temperature == 0:  # the head's best token is the one drawn: no logits
+            tokens, log_probs, confidence = model.exit_confidence(x, self.bounds[segment + 1], self.confidence)
+        else:
+            logits = model.logits(x) if deepest else model.logits(x, self.bounds[segment + 1])
+            tokens, log_probs, _ = kernels.sample_token(
+                logits, batch.sampler.seeds, start + n, **batch.sampler.law, impl=model.impl
+            )
+            confidence = None if deepest else kernels.confidence(logits, self.confidence)
+        sure = going[:, 0] if deepest else confidence >= self.thresholds[segment]
         return torch.stack((tokens.double(), log_probs.double(), sure.double()), 1)
 
     def propagate(self, segment: int) -> torch.Tensor:

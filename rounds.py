@@ -180,7 +180,7 @@ class Rounds:
                 logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
             token, _, law = kernels.sample_token(
                 logits, self.sampler.seeds, lengths + j, **self.sampler.law, stream=stream,
-                rounds=None if coupled else rounds, impl=model.impl,
+                rounds=None if coupled else rounds, keep_law=True, impl=model.impl,
             )  # fmt: skip
             tokens.append(torch.where(j < n_drafted, token, 0))  # behind them nothing was computed
             laws.append(law)

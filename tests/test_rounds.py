@@ -490,13 +490,12 @@ def test_interpreted_rounds_give_the_text_of_plain_decoding_bit_for_bit(watch):
     prompts, how = [[3, 1, 4], [2]], SamplingParams(5, temperature=0.0)
     plain = generate(model, prompts, how)
     others = [
-        run_loop(model, prompts, how, PlainStep()),
         speculative_generate(model, ModelDrafter(weak), prompts, how, 2),
         speculative_generate(model, ExitDrafter(model, 1), prompts, how, 2),
         early_exit_generate(model, prompts, how, 1.5),
     ]
     for outs in others:
         assert [(a.tokens, a.logprobs) for a in outs] == [(b.tokens, b.logprobs) for b in plain]
-    theirs = run_loop(model, prompts, how, EarlyExitStep([0.5], "max_prob", "recompute", 2, False))
+    theirs = run_loop(model, prompts, how, EarlyExitStep([0.5], "max_prob", "recompute", 2, False))  # host, references
     assert_same(early_exit_generate(model, prompts, how, 0.5, max_parked=2), theirs, 1e-4)
     assert {source for out in theirs for source in out.sources} == {"exit", "plain"}
