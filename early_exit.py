@@ -219,8 +219,9 @@ class EarlyExitStep:
 class EarlyExitSegments:
     """EarlyExitStep in one launch per segment (rounds.py), its head and the draw included; the host decides after each.
 
-    orders (4, B)              what the host asks of a segment: token, first position, rows (0: sits out), rows waiting below
-    waiting (B, 1 + n + 1, C)  in front of each deeper segment; the last place takes what is meant for none
+    orders (4, B)                      what the host asks of a segment: last token, first position, hidden rows to run (none:
+                                       the row sits out), those that wait in front of the next segment already
+    waiting (B, max_parked + 2, C)     hidden rows in front of each deeper segment; the last place is a bin
     """
 
     def __init__(self, thresholds, confidence: str, kv_fill: str, max_parked: int):
@@ -237,10 +238,9 @@ class EarlyExitSegments:
         shape = (n_rows, self.max_parked + 2, config.n_embd)
         self.waiting = [None] + [torch.zeros(shape, dtype=model.dtype, device=device) for _ in config.exit_layers]
         deepest, pool = len(config.exit_layers), new_pool(device)
-        calls = {
-            (segment, ask): partial(self.segment, segment, ask) for segment in range(deepest) for ask in (False, True)
-        }
-        calls[deepest, True] = partial(self.segment, deepest, True)
+        keys = [(segment, False) for segment in range(deepest)]
+        keys += [(segment, True) for segment in range(deepest) if self.thresholds[segment] <= 1] + [(deepest, True)]
+        calls = {key: partial(self.segment, *key) for key in keys}
         if self.kv_fill == "propagate":
             calls |= {segment: partial(self.propagate, segment) for segment in range(1, deepest + 1)}
         self.graphs = {key: captured(call, device, pool) for key, call in calls.items()}  # while every row sits out
@@ -294,12 +294,8 @@ class EarlyExitSegments:
             for row in going:
                 held = computed[row]
                 n = held[segment - 1] - held[segment] if segment > 0 else 1
-                orders[row] = (
-                    batch.tokens[row][-1],
-                    held[segment],
-                    n,
-                    0 if deepest else held[segment] - held[segment + 1],
-                )
+                below = 0 if deepest else held[segment] - held[segment + 1]
+                orders[row] = (batch.tokens[row][-1], held[segment], n, below)
                 held[segment] += n
             free = [deepest or (not plain and computed[r][0] - computed[r][-1] <= self.max_parked) for r in going]
             ask = deepest or (self.thresholds[segment] <= 1 and any(free))
