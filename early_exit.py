@@ -24,7 +24,7 @@ import torch
 import kernels
 from decode import Batch, Block, Generation, SamplingParams, check_drawn, pack, run_loop
 from model import GPT
-from rounds import captured, runs_alone
+from rounds import captured, new_pool, runs_alone
 
 
 class Depths:
@@ -219,14 +219,16 @@ class EarlyExitStep:
 class EarlyExitSegments:
     """EarlyExitStep in one launch per segment (rounds.py), its head and the draw included; the host decides after each.
 
-    orders (4, B)              what the host asks of a segment: token, first position, rows (0: sits out), rows waiting below
-    waiting (B, 1 + n + 1, C)  in front of each deeper segment; the last place takes what is meant for none
+    orders (4, B)                      what the host asks of a segment: last token, first position, hidden rows to run (none:
+                                       the row sits out), those that wait in front of the next segment already
+    waiting (B, max_parked + 2, C)     hidden rows in front of each deeper segment; the last place is a bin
     """
 
     def __init__(self, thresholds, confidence: str, kv_fill: str, max_parked: int):
         self.thresholds, self.confidence, self.kv_fill, self.max_parked = thresholds, confidence, kv_fill, max_parked
 
     def start(self, batch: Batch) -> None:
+        began = time.perf_counter()
         self.batch, model = batch, batch.model
         config, n_rows, device = model.config, len(batch.tokens), model.device
         self.bounds = (0, *config.exit_layers, config.n_layer)
@@ -235,16 +237,20 @@ class EarlyExitSegments:
         self.slots = torch.arange(self.max_parked + 1, device=device)
         shape = (n_rows, self.max_parked + 2, config.n_embd)
         self.waiting = [None] + [torch.zeros(shape, dtype=model.dtype, device=device) for _ in config.exit_layers]
-        self.graphs: dict[tuple, Callable] = {}
+        deepest, pool = len(config.exit_layers), new_pool(device)
+        keys = [(segment, False) for segment in range(deepest)]
+        keys += [(segment, True) for segment in range(deepest) if self.thresholds[segment] <= 1] + [(deepest, True)]
+        calls = {key: partial(self.segment, *key) for key in keys}
+        if self.kv_fill == "propagate":
+            calls |= {segment: partial(self.propagate, segment) for segment in range(1, deepest + 1)}
+        self.graphs = {key: captured(call, device, pool) for key, call in calls.items()}  # while every row sits out
+        for out in batch.generations:
+            out.stats.prefill_seconds += time.perf_counter() - began
 
-    def launch(self, function: Callable, segment: int, *how, orders: dict[int, tuple]) -> torch.Tensor:
-        """Give a few rows their orders, then run; what has not run yet is captured while all rows sit out."""
-        key = (function.__name__, segment, *how)
-        if key not in self.graphs:
-            self.orders.zero_()
-            self.graphs[key] = captured(partial(function, segment, *how), self.batch.model.device)
+    def launch(self, key, orders: dict[int, tuple]) -> torch.Tensor:
+        """Give rows their orders, the others none, and run."""
         columns = [orders.get(row, (0, 0, 0, 0)) for row in range(len(self.batch.tokens))]
-        self.orders.copy_(torch.tensor(columns).t(), non_blocking=True)
+        self.orders.copy_(torch.tensor(list(zip(*columns))), non_blocking=True)
         return self.graphs[key]()
 
     def segment(self, segment: int, ask: bool) -> torch.Tensor:
@@ -262,11 +268,15 @@ class EarlyExitSegments:
         if not ask:
             return x
         x = x.gather(1, (n - 1).clamp(min=0)[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]  # (B, C)
-        logits = model.logits(x) if deepest else model.logits(x, self.bounds[segment + 1])
-        tokens, log_probs, _ = kernels.sample_token(
-            logits, batch.sampler.seeds, start + n, **batch.sampler.law, impl=model.impl
-        )
-        sure = going[:, 0] if deepest else kernels.confidence(logits, self.confidence) >= self.thresholds[segment]
+        if not deepest and batch.sampling.temperature == 0:  # the head's best token is the one drawn: no logits
+            tokens, log_probs, confidence = model.exit_confidence(x, self.bounds[segment + 1], self.confidence)
+        else:
+            logits = model.logits(x) if deepest else model.logits(x, self.bounds[segment + 1])
+            tokens, log_probs, _ = kernels.sample_token(
+                logits, batch.sampler.seeds, start + n, **batch.sampler.law, impl=model.impl
+            )
+            confidence = None if deepest else kernels.confidence(logits, self.confidence)
+        sure = going[:, 0] if deepest else confidence >= self.thresholds[segment]
         return torch.stack((tokens.double(), log_probs.double(), sure.double()), 1)
 
     def propagate(self, segment: int) -> torch.Tensor:
@@ -284,16 +294,12 @@ class EarlyExitSegments:
             for row in going:
                 held = computed[row]
                 n = held[segment - 1] - held[segment] if segment > 0 else 1
-                orders[row] = (
-                    batch.tokens[row][-1],
-                    held[segment],
-                    n,
-                    0 if deepest else held[segment] - held[segment + 1],
-                )
+                below = 0 if deepest else held[segment] - held[segment + 1]
+                orders[row] = (batch.tokens[row][-1], held[segment], n, below)
                 held[segment] += n
             free = [deepest or (not plain and computed[r][0] - computed[r][-1] <= self.max_parked) for r in going]
             ask = deepest or (self.thresholds[segment] <= 1 and any(free))
-            results = self.launch(self.segment, segment, ask, orders=orders)
+            results = self.launch((segment, ask), orders)
             if not ask:
                 continue
             results = results.tolist()
@@ -305,7 +311,7 @@ class EarlyExitSegments:
             going = [row for row in going if row not in blocks]
             if self.kv_fill == "propagate" and leaving and not deepest:
                 orders = {row: (0, computed[row][segment + 1], 1, 0) for row in leaving}
-                self.launch(self.propagate, segment + 1, orders=orders)
+                self.launch(segment + 1, orders)
                 for row in leaving:
                     computed[row][segment + 1 :] = [computed[row][0]] * (n_segments - segment - 1)
             if not going:

@@ -33,10 +33,11 @@ def runs_alone(model: GPT, sampling: SamplingParams) -> bool:
     return isinstance(model, GPT) and trivial and kernels.on_triton(model.impl, model.token_embedding.weight)
 
 
-def captured(function: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
+def captured(function: Callable[[], torch.Tensor], device: torch.device, pool) -> Callable[[], torch.Tensor]:
     """The function as a CUDA graph that writes the same tensor at each replay; elsewhere the function itself.
 
-    It is run once before: the caller sees to it that this changes nothing.
+    It is run once before: the caller sees to it that this changes nothing. Graphs of one pool share their memory, so a
+    result is good until another of them is replayed.
     """
     if device.type != "cuda":
         return function
@@ -46,7 +47,7 @@ def captured(function: Callable[[], torch.Tensor], device: torch.device) -> Call
         function()  # compiles what is not compiled yet, which a capture must not
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         result = function()
 
     def replay() -> torch.Tensor:
@@ -54,6 +55,10 @@ def captured(function: Callable[[], torch.Tensor], device: torch.device) -> Call
         return result
 
     return replay
+
+
+def new_pool(device: torch.device):
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 class Drafting(NamedTuple):
@@ -86,6 +91,7 @@ class Rounds:
         self.k = torch.zeros(n_rows, dtype=torch.int64, device=self.device)  # drafts that each row asks for
         self.slots = torch.arange(kernels.MAX_ROWS, device=self.device)
         self.graphs: dict[int, Callable] = {}
+        self.pool = new_pool(self.device)
         size = n_rows * (2 * kernels.MAX_ROWS + 2)
         pinned = self.device.type == "cuda"  # or the copy would wait for the round
         self.ring = [torch.empty(size, dtype=torch.float64, pin_memory=pinned) for _ in range(2)]
@@ -97,7 +103,7 @@ class Rounds:
         if width not in self.graphs:
             limits = self.state.limits.clone()
             self.state.limits.zero_()  # every row rests, so that a first run moves and writes nothing
-            self.graphs[width] = captured(partial(self.round, width), self.device)
+            self.graphs[width] = captured(partial(self.round, width), self.device, self.pool)
             self.state.limits.copy_(limits)
 
     def launch(self, width: int) -> None:

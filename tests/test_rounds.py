@@ -193,6 +193,17 @@ def test_the_kill_switch_leaves_a_coupled_text_and_the_drafters_cache_alone(monk
             assert all(out.stats.corrected == 0 for out in outs)
 
 
+@pytest.mark.parametrize("kv_fill", ["recompute", "propagate"])
+def test_the_kill_switch_reaches_segments_at_once(monkeypatch, kv_fill):
+    model, how = tiny_model(), ([0.3, 0.5, 0.5], "max_prob", kv_fill, 3)
+    outs = []
+    for step in (EarlyExitStep(*how, False), EarlyExitSegments(*how)):
+        follow(monkeypatch, [c == "1" for c in "0010110001"])
+        outs.append(run_loop(model, PROMPTS, GREEDY, step))
+    assert_same(outs[1], outs[0])
+    assert all(out.layers_run[2] == 4 and min(out.layers_run) < 4 for out in outs[1])
+
+
 def test_rows_may_ask_for_fewer_drafts_than_the_round_is_wide(monkeypatch):
     model, n_asked = tiny_model(), {}
 
@@ -377,44 +388,64 @@ def test_what_waits_is_seen(wait):
         wait(torch.arange(3.0))
 
 
-def begun(model, sampling, drafter=None):
+def begun(model, sampling, drafter=None, prompts=PROMPTS):
     """Rounds of a batch whose prompts are read."""
-    batch = Batch(model, PROMPTS, sampling)
+    batch = Batch(model, prompts, sampling)
     batch.prefill()
     if drafter is None:
         return Rounds(batch)
     step = SpeculativeRounds(drafter, 3, "rejection")
     step.start(batch)
-    step.drafter.catch_up(list(range(len(PROMPTS)))) if step.apart else None
+    step.drafter.catch_up(list(range(len(prompts)))) if step.apart else None
     step.rounds.k.fill_(3)
     return step.rounds
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("which", ["plain", "weak", "exit"])
-def test_a_round_never_waits_for_the_host(monkeypatch, which):
-    """All but the kernels: stand-ins take their place that wait for nothing."""
-    model = tiny_model(dtype=torch.float32, poisoned=False, n_vocab_used=22)
-    rounds = begun(model, GREEDY, None if which == "plain" else drafters(model)[which]())
-    for each in (model, rounds.drafting.model if rounds.drafting else model):
-        each.impl = "triton"
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Kernels that compute something else, but wait for nothing."""
 
     def accept(*args, state, impl, verify, **law):
         tokens, n_accepted, log_probs = kernels.accept_draft_ref(*args, **law, verify=verify)
         return kernels.commit_ref(state, tokens, n_accepted), n_accepted, log_probs
 
     monkeypatch.setattr(kernels, "decode_attention", lambda qkv, k, v, table, at, n_head, *rest: qkv[:, :, :n_head])
-    monkeypatch.setattr(kernels, "linear", lambda *args, impl="auto", **kwargs: kernels.linear_ref(*args[:6], **kwargs))
+    monkeypatch.setattr(kernels, "append_kv", lambda *args: None)
+    monkeypatch.setattr(kernels, "linear", lambda *args, impl="auto", **named: kernels.linear_ref(*args[:6], **named))
     monkeypatch.setattr(kernels, "accept_draft", accept)
     monkeypatch.setattr(
         kernels, "sample_token", lambda logits, *args, **law: (logits.argmax(-1), logits.amax(-1), None)
     )
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("which", ["plain", "weak", "exit"])
+def test_a_round_never_waits_for_the_host(stand_ins, which):
+    model = tiny_model(dtype=torch.float32, poisoned=False, n_vocab_used=22)
+    rounds = begun(model, GREEDY, None if which == "plain" else drafters(model)[which]())
+    for each in (model, rounds.drafting.model if rounds.drafting else model):
+        each.impl = "triton"
     seen = set()
     for _ in range(5):
         with on_device() as mode:
             rounds.round(0 if which == "plain" else 3)
         seen.add(tuple(mode.operations))
     assert len(seen) == 1 and len(set(rounds.state.lengths.tolist())) > 1
+
+
+@torch.inference_mode()
+def test_a_segment_never_waits_for_the_host(stand_ins):
+    model = tiny_model(dtype=torch.float32, poisoned=False, exit_vocab=tuple(range(20)))
+    step = EarlyExitSegments([0.5, 2.0, 0.5], "entropy", "propagate", 3)
+    step.start(Batch(model, PROMPTS, GREEDY))
+    model.impl = "triton"
+    for segment in range(4):
+        for ask in (False, True):
+            with on_device():
+                step.segment(segment, ask)
+        if segment > 0:
+            with on_device():
+                step.propagate(segment)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -427,47 +458,46 @@ def watch():
 
 
 def small_pair(dtype=torch.float32):
-    """Two layers, so that an interpreted round takes a second; what drafts agrees now and then."""
-    model = tiny_model(dtype=dtype, n_layer=2, n_embd=32, exit_layers=(1,), gain=2.0)
+    """So small that an interpreted round takes a second or two; what drafts agrees now and then."""
+    shape = {"n_layer": 2, "exit_layers": (1,), "n_head": 2, "n_kv_head": 1, "exit_adapters": ()}
+    model = tiny_model(dtype=dtype, gain=2.0, seed=3, **shape)
     weak = weaker(model, noise=0.3)
     model.impl = weak.impl = "triton"
     return model, weak
-
-
-def drafter_of(which, model, weak):
-    return {"plain": lambda: None, "model": lambda: ModelDrafter(weak), "exit": lambda: ExitDrafter(model, 1)}[which]()
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("which", ["plain", "model", "exit"])
 def test_every_round_is_the_same_launches_and_waits_for_nothing(watch, which):
     model, weak = small_pair()
-    rounds = begun(model, SamplingParams(12, temperature=0.9, top_k=12), drafter_of(which, model, weak))
+    drafter = {"plain": None, "model": ModelDrafter(weak), "exit": ExitDrafter(model, 1)}[which]
+    rounds = begun(model, SamplingParams(12, temperature=0.9), drafter, PROMPTS[:2])
     named = {"k": rounds.cache.k, "v": rounds.cache.v, "asked": rounds.k, **rounds.state._asdict()}
     traces, outcomes = [], set()
     rounds.state.limits[1] = 0  # a row that rests
     for _ in range(3):
         with watch(**named) as memory, on_device() as mode:
-            result = rounds.round(0 if which == "plain" else 3)
+            result = rounds.round(0 if which == "plain" else 2)
         traces.append((memory.launches, mode.operations))
-        outcomes |= {tuple(row) for row in result[:, :-2].tolist()}
+        outcomes |= {tuple(row) for row in result.tolist()}
         assert not memory.violations and not memory.conflicts
     assert traces[0] == traces[1] == traces[2] and traces[0][0]
     assert len(outcomes) > 3 and rounds.state.lengths[1] == len(PROMPTS[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_interpreted_rounds_give_the_text_of_interpreted_steps(watch, dtype):
-    model, weak = small_pair(dtype)
-    prompts, how = [[3, 1, 4], [2]], SamplingParams(4, temperature=0.9, seed=3)
-    plain = run_loop(model, prompts, how, PlainStep())
-    assert_same(generate(model, prompts, how), plain, 1e-4)
-    for which, verify in (("model", "rejection"), ("exit", "coupled")):
-        host = SpeculativeStep(drafter_of(which, model, weak), 2, verify)
-        theirs = run_loop(model, prompts, how, host)
-        mine = speculative_generate(model, drafter_of(which, model, weak), prompts, how, 2, verify)
-        assert_same(mine, theirs, 1e-4)
-        if verify == "coupled":
-            assert [out.tokens for out in mine] == [out.tokens for out in plain]
-    theirs = run_loop(model, prompts, how, EarlyExitStep([0.5], "max_prob", "recompute", 2, False))
+def test_interpreted_rounds_give_the_text_of_plain_decoding_bit_for_bit(watch):
+    model, weak = small_pair(torch.bfloat16)
+    prompts, how = [[3, 1, 4], [2]], SamplingParams(5, temperature=0.0)
+    plain = generate(model, prompts, how)
+    others = [
+        speculative_generate(model, ModelDrafter(weak), prompts, how, 2),
+        speculative_generate(model, ExitDrafter(model, 1), prompts, how, 2),
+        early_exit_generate(model, prompts, how, 1.5),
+    ]
+    for outs in others:
+        assert [(a.tokens, a.logprobs) for a in outs] == [(b.tokens, b.logprobs) for b in plain]
+    for outs in others[:2]:
+        assert all(out.stats.accepted and out.stats.corrected for out in outs)
+    theirs = run_loop(model, prompts, how, EarlyExitStep([0.5], "max_prob", "recompute", 2, False))  # host, references
     assert_same(early_exit_generate(model, prompts, how, 0.5, max_parked=2), theirs, 1e-4)
+    assert {source for out in theirs for source in out.sources} == {"exit", "plain"}
