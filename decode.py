@@ -211,8 +211,10 @@ class Sampler:
     histories are the rows' committed tokens, live; the index of a token in its sequence is its place in the history.
     """
 
-    def __init__(self, sampling: SamplingParams, histories: list[list[int]], config, device, coupled: bool = False):
+    def __init__(self, sampling: SamplingParams, histories: list[list[int]], model: GPT, coupled: bool = False):
+        config, device = model.config, model.device
         self.sampling, self.histories, self.vocab_size, self.device = sampling, histories, config.vocab_size, device
+        self.impl = model.impl
         self.seeds = torch.tensor(sampling.row_seeds(len(histories)), dtype=torch.int64, device=device)
         self.rounds = [0] * len(histories)
         self.n_marked = [0] * len(histories)  # tokens of each history that `seen` holds: histories only grow
@@ -247,12 +249,14 @@ class Sampler:
             for row in rows:
                 self.n_marked[row] = len(self.histories[row])
             seen = self.seen if list(rows) == list(range(len(self.seen))) else self.seen[rows]
-        return kernels.penalise(logits, seen, ahead, self.sampling.repetition_penalty, self.bias)
+        return kernels.penalise(logits, seen, ahead, self.sampling.repetition_penalty, self.bias, self.impl)
 
     def sample(self, rows, logits: torch.Tensor) -> tuple[list[int], list[float]]:
         """The plain step: logits (B, V) -> tokens and their log-probabilities."""
         logits = self.penalised(rows, logits[:, None])[:, 0]
-        tokens, log_probs, _ = kernels.sample_token(logits, self.seeds[rows], self._at(rows), **self.law)
+        tokens, log_probs, _ = kernels.sample_token(
+            logits, self.seeds[rows], self._at(rows), **self.law, impl=self.impl
+        )
         log_probs = log_probs.tolist()
         for row, log_prob in zip(rows, log_probs):
             check_drawn(row, log_prob)
@@ -267,8 +271,9 @@ class Sampler:
             seen = torch.zeros(logits.shape, dtype=torch.bool, device=self.device)
             for t in range(len(logits)):
                 seen[t, history[: first_index + t]] = True
-        logits = kernels.penalise(logits[:, None], seen, None, self.sampling.repetition_penalty, self.bias)[:, 0]
-        return kernels.sample_token(logits, self.seeds[[row] * len(at)], at, **self.law)[0].tolist()
+        penalty = self.sampling.repetition_penalty
+        logits = kernels.penalise(logits[:, None], seen, None, penalty, self.bias, self.impl)[:, 0]
+        return kernels.sample_token(logits, self.seeds[[row] * len(at)], at, **self.law, impl=self.impl)[0].tolist()
 
     def draft(self, rows, logits: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Propose one token per row from a drafter's logits (B, V), after drafts drafted (B, j) of this round.
@@ -285,8 +290,9 @@ class Sampler:
             return logits.argmax(-1), None
         stream, rounds = (kernels.SAMPLE, None) if self.coupled else (kernels.DRAFT, self._rounds(rows))
         tokens, _, processed = kernels.sample_token(
-            logits, self.seeds[rows], self._at(rows, n_before), **self.law, stream=stream, rounds=rounds, keep_law=True
-        )
+            logits, self.seeds[rows], self._at(rows, n_before), **self.law, stream=stream, rounds=rounds, keep_law=True,
+            impl=self.impl,
+        )  # fmt: skip
         return tokens, processed
 
     def verify(self, rows, logits, drafts, draft_logits, n_drafted: list[int]):
@@ -304,6 +310,7 @@ class Sampler:
             self._rounds(rows),
             **self.law,
             verify="coupled" if self.coupled else "rejection",
+            impl=self.impl,
         )
         n_accepted, log_probs = n_accepted.tolist(), log_probs.tolist()
         for row, n, row_log_probs in zip(rows, n_accepted, log_probs):
@@ -380,7 +387,7 @@ class Batch:
         self.tokens = [list(map(int, prompt)) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.generations = [Generation() for _ in prompts]
-        self.sampler = Sampler(sampling, self.tokens, config, model.device, coupled)
+        self.sampler = Sampler(sampling, self.tokens, model, coupled)
         # the longest that a row can become: no cache needs more
         self.capacity = max(
             (min(n + sampling.max_new_tokens, config.block_size) for n in self.prompt_lengths), default=1

@@ -22,6 +22,7 @@ try:
 
     jit = triton.jit
 except ImportError:  # no wheels for this platform: the references serve
+    triton = None
 
     def jit(function=None, **options):
         return function if function else jit
@@ -36,7 +37,7 @@ def on_triton(impl: str, x: torch.Tensor) -> bool:
         raise ValueError(f"impl is {impl!r}: choose {', '.join(IMPLEMENTATIONS)}")
     if impl == "torch" or x.dtype == torch.float64:
         return False
-    return impl == "triton" or x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return impl == "triton" or (triton is not None and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -306,9 +307,11 @@ def _stats_kernel(
     if _idle(sequence, tl.where(line < n_slots, line, line - n_slots + 1), n_drafted, lengths, limits):
         return
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    if line < n_slots:
+    if draft is None:  # noqa: SIM114 - joined, the last branch would be compiled where there is no draft
         x = _load_logits(target + sequence * target_batch + line * target_row, ids, n_vocab, n_load)
-    else:  # only where there is a draft
+    elif line < n_slots:
+        x = _load_logits(target + sequence * target_batch + line * target_row, ids, n_vocab, n_load)
+    else:
         x = _load_logits(draft + sequence * draft_batch + (line - n_slots) * draft_row, ids, n_vocab, n_load_draft)
     maximum = tl.max(x, 0)
     z = _scaled(x, maximum, tl.where(line < n_slots, temperature, 1.0))  # draft rows are processed already

@@ -218,7 +218,7 @@ class Tables:
     The token before is read back from the cache, at position - 1: a wrong position, or a stale entry, changes the law.
     """
 
-    device, dtype = torch.device("cpu"), torch.float64
+    device, dtype, impl = torch.device("cpu"), torch.float64, "torch"
 
     def __init__(self, table: torch.Tensor, exits: dict | None = None):
         exits = exits or {}
