@@ -842,7 +842,7 @@ def _judge(
         maxima, sums, cuts, masses, ranks, winners, winner_log_probs, ticket, tokens, n_accepted, log_probs, law,
         *strides, n_slots, n_lines, n_vocab, n_load, n_load_draft, n_blocks, n_races,
         temperature, stream, own, filtered, n_slots_wide, blocks, RACE_BLOCK, triton.next_power_of_2(n_races),
-        num_warps=8, enable_fp_fusion=False,
+        num_warps=4 if own else 8, enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, n_accepted, log_probs
 

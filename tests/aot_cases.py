@@ -5,7 +5,7 @@ memory that is never touched costs nothing. Shapes are those of Llama-3-8B and G
 """
 
 import torch
-from aot import NVIDIA, Case, Need
+from aot import NVIDIA, Case, Need, events
 
 from kernels import (
     Norm,
@@ -55,13 +55,37 @@ def attention(rows=4, new=6, head=32, kv=8, dim=128, dtype=BF16, cache=None, rot
     decode_attention(qkv, *memory, table, positions, head, *turn, scales=scales, impl="triton")
 
 
+def append_is_fenced(launches) -> list[str]:
+    """A barrier at once behind the last store of the append, in its own branch, and before the cache is first loaded."""
+    complaints = []
+    for launch in launches:
+        # the loop loads the cache by cp.async, and nothing before it does
+        order = events(launch.ptx, S=r"st\.global", B=r"\bbar\.sync", C=r"cp\.async\.c[ag]", J=r"\bbra\b|^\$L__BB\w+:")
+        before = order.split("C")[0]
+        if launch.kernel == "_attention_kernel" and "C" in order:
+            fenced = "S" in before and before[before.rindex("S") + 1 :].startswith("B")
+            complaints += [] if fenced else ["no barrier between the append and the first load of the cache"]
+    return complaints
+
+
+def winners_are_published(launches) -> list[str]:
+    """A barrier between a program's last store of its block's winner and its ticket, which releases and acquires."""
+    complaints = []
+    for launch in launches:
+        if launch.kernel == "_accept_kernel" and "ld.global" in launch.ptx:
+            ticket = r"atom\S*\.gpu\.acq_rel"
+            before = events(launch.ptx, S=r"st\.global", B=r"\bbar\.sync", T=ticket).split("T")
+            complaints += [] if len(before) == 2 and before[0].endswith("B") else ["the ticket may overtake a winner"]
+    return complaints
+
+
 def logits(*shape: int, vocab: int = V, dtype: torch.dtype = F32) -> torch.Tensor:
     """Rows as a head leaves them, padded to whole vectors behind the vocabulary."""
     return t(*shape, -(-vocab // 64) * 64, dtype=dtype)[..., :vocab]
 
 
-def sample(temperature: float = 0.8) -> None:
-    sample_token(logits(4), ints(4), ints(4), temperature, impl="triton")
+def sample(temperature: float = 0.8, **more) -> None:
+    sample_token(logits(4), ints(4), ints(4), temperature, impl="triton", **more)
 
 
 def accept(drafted=5, temperature=0.8, draft=True, vocab=V, dtype=F32, **more):
@@ -79,24 +103,30 @@ def confidence(weight, **more) -> None:
     product(weight, call=exit_confidence, norm=rms(4096), **more)
 
 
-def linear_needs(ops: float, weights: int = 0, registers: int = 128) -> dict:
+def linear_needs(ops: float, weights: int = 0, registers: int = 144) -> dict:
     return {"_linear_kernel": Need(registers, 40, True, True, ops, weights)}
 
 
-ATTENTION = {"_attention_kernel": Need(registers=168, code_kb=40, wide_loads=True, tensor_cores=True)}
-ATTENTION |= {"_merge_kernel": Need(registers=128, wide_loads=True)}
+def attention_needs(registers: int, code_kb: int = 40, tensor_cores: bool = True) -> dict:
+    needs = {"_attention_kernel": Need(registers, code_kb, wide_loads=True, tensor_cores=tensor_cores)}
+    return needs | {"_merge_kernel": Need(registers=128, wide_loads=True)}
+
+
+ATTENTION = {"check": append_is_fenced, **attention_needs(224)}  # 144 on NVIDIA, the rest is gfx942's
+ATTENTION_INT8 = {"check": append_is_fenced, "targets": NVIDIA, **attention_needs(190, code_kb=52)}
+ACCEPT = {"check": winners_are_published}
 ROWS = {"_stats_kernel": Need(registers=112, wide_loads=True)}
-EXIT = {"_exit_kernel": Need(registers=128, code_kb=40, wide_loads=True, tensor_cores=True)}
+EXIT = {"_exit_kernel": Need(registers=176, code_kb=40, wide_loads=True, tensor_cores=True)}
 SEEN = {"seen": t(2, V, dtype=torch.bool), "ahead": ints(2, 5), "penalty": 1.1, "bias": None}
 CASES = {
-    "linear bf16, RMSNorm": Case(lambda: product(t(6144, 4096), norm=rms(4096)), **linear_needs(4.2)),
-    "linear bf16, residual": Case(lambda: product(t(4096, 14336), residual=t(6, 4096)), **linear_needs(1.7)),
-    "linear bf16, SwiGLU": Case(lambda: product(t(28672, 4096), activation="swiglu"), **linear_needs(1.7)),
-    "linear bf16, head": Case(lambda: product(t(V, 4096), rows=1), **linear_needs(1.7)),
+    "linear bf16, RMSNorm": Case(lambda: product(t(6144, 4096), norm=rms(4096)), **linear_needs(4.5)),
+    "linear bf16, residual": Case(lambda: product(t(4096, 14336), residual=t(6, 4096)), **linear_needs(2.3)),
+    "linear bf16, SwiGLU": Case(lambda: product(t(28672, 4096), activation="swiglu"), **linear_needs(2.3)),
+    "linear bf16, head": Case(lambda: product(t(V, 4096), rows=1), **linear_needs(2.3)),
     "linear bf16, LayerNorm, GELU": Case(
-        lambda: product(t(6400, 1600), bias=t(6400), norm=layer(1600), activation="gelu"), **linear_needs(5)
+        lambda: product(t(6400, 1600), bias=t(6400), norm=layer(1600), activation="gelu"), **linear_needs(5.5)
     ),
-    "linear int8, RMSNorm": Case(lambda: product(w8(6144, 4096), norm=rms(4096)), **linear_needs(6.2)),
+    "linear int8, RMSNorm": Case(lambda: product(w8(6144, 4096), norm=rms(4096)), **linear_needs(6.5)),
     "linear int8, residual": Case(lambda: product(w8(4096, 14336), residual=t(6, 4096)), **linear_needs(4.5)),
     "linear int4, RMSNorm": Case(
         lambda: product(w4(6144, 4096), norm=rms(4096)), **linear_needs(5.7, weights=32 * 512)
@@ -105,10 +135,16 @@ CASES = {
     "attention bf16, one row": Case(lambda: attention(new=1), **ATTENTION),
     "attention f16, 16 rows": Case(lambda: attention(new=16, dtype=F16), **ATTENTION),
     "attention bf16, GPT-2": Case(lambda: attention(head=25, kv=25, dim=64, rotary=False), **ATTENTION),
-    "attention int8": Case(lambda: attention(cache=I8), targets=NVIDIA, **ATTENTION),
-    "sample": Case(sample, **ROWS),
+    "attention bf16, SmolLM2": Case(lambda: attention(head=9, kv=3, dim=64), **ATTENTION),
+    "attention bf16, two tiles of rows": Case(lambda: attention(new=9), **ATTENTION, _append_kernel=Need(64)),
+    "attention f32": Case(lambda: attention(dtype=F32), targets=NVIDIA, **attention_needs(210, 44, tensor_cores=False)),
+    "attention int8": Case(lambda: attention(cache=I8), **ATTENTION_INT8),
+    "attention int8, GPT-2": Case(lambda: attention(head=25, kv=25, dim=64, cache=I8, rotary=False), **ATTENTION_INT8),
+    "sample": Case(sample, **ROWS, **ACCEPT),
+    "sample, law kept, filtered": Case(lambda: sample(top_k=50, top_p=0.9, stream=1, keep_law=True), **ROWS),
     "sample, greedy": Case(lambda: sample(temperature=0), **ROWS),
-    "accept": Case(accept, **ROWS),
+    "accept": Case(accept, **ROWS, **ACCEPT),
+    "accept, coupled": Case(lambda: accept(verify="coupled"), **ROWS, **ACCEPT),
     "accept bf16, filtered": Case(lambda: accept(dtype=BF16, top_k=50, top_p=0.9, min_p=0.05), **ROWS),
     "accept bf16, greedy": Case(lambda: accept(dtype=BF16, temperature=0, draft=False), **ROWS),
     "accept, one-hot drafts, GPT-2": Case(lambda: accept(vocab=50257, draft=False), **ROWS),

@@ -1,7 +1,6 @@
 """decode_attention and append_kv in Triton's interpreter, and int8 caches; each test is named after what it proves."""
 
 import math
-import re
 from typing import NamedTuple
 
 import pytest
@@ -321,14 +320,3 @@ def test_greedy_speculation_equals_plain_decoding_with_int8_caches(arch, dtype):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Machine code
-
-
-def append_is_fenced(ptx: str) -> bool:
-    """Whether a barrier follows the last store of the append at once, in its own branch, before the cache is first loaded.
-
-    For the PTX of _attention_kernel: its loop loads the cache by cp.async, and nothing before the loop does.
-    """
-    patterns = {"S": r"st\.global", "B": r"\bbar\.sync", "C": r"cp\.async\.c[ag]", "J": r"\bbra\b|^\$L__BB\w+:"}
-    events = [next((x for x, pattern in patterns.items() if re.search(pattern, line)), "") for line in ptx.splitlines()]
-    before = "".join(events).split("C")[0]
-    return "S" in before and "C" in events and before[before.rindex("S") + 1 :].startswith("B")
