@@ -19,6 +19,7 @@ if importlib.util.find_spec("triton"):
     import interpreter
 
     interpreter.repair_bfloat16()
+    interpreter.patch_language_once()
     importlib.import_module("triton.experimental.gluon")  # else at the first launch, where it looks for the variable
 del os.environ["TRITON_INTERPRET"]
 

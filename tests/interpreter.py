@@ -131,6 +131,23 @@ def repair_bfloat16() -> None:
     InterpreterBuilder.repaired = True
 
 
+def patch_language_once() -> None:
+    """The interpreter patches the language at each call of a @jit helper, a third of its time; once per launch will do."""
+    patch, call, done = triton_interpreter._patch_lang, triton_interpreter.GridExecutor.__call__, set()
+
+    def patch_once(function):
+        if id(function.__globals__) in done:
+            return None
+        done.add(id(function.__globals__))
+        return patch(function)
+
+    def launch(self, *args, **kwargs):
+        done.clear()
+        return call(self, *args, **kwargs)
+
+    triton_interpreter._patch_lang, triton_interpreter.GridExecutor.__call__ = patch_once, launch
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Memory: what a launch may touch, what it did touch, and which program did
 

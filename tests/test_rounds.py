@@ -501,3 +501,59 @@ def test_interpreted_rounds_give_the_text_of_plain_decoding_bit_for_bit(watch):
     theirs = run_loop(model, prompts, how, EarlyExitStep([0.5], "max_prob", "recompute", 2, False))  # host, references
     assert_same(early_exit_generate(model, prompts, how, 0.5, max_parked=2), theirs, 1e-4)
     assert {source for out in theirs for source in out.sources} == {"exit", "plain"}
+
+
+HOWS = [
+    ("gpt2", SamplingParams(4, temperature=0.0)),
+    ("llama", SamplingParams(4, 0.9, top_k=12, seed=4)),
+    ("llama", SamplingParams(3, 0.9, top_p=0.95, repetition_penalty=1.1, logit_bias={3: 1.0}, seed=8)),
+]
+
+
+@pytest.mark.parametrize("arch, how", HOWS, ids=["greedy", "drawn", "penalised"])
+def test_the_kernels_give_the_tokens_of_the_references(arch, how):
+    """All loops in float32: what TRITON_INTERPRET=1 changes is who computes, never the text."""
+    model = tiny_model(arch, dtype=torch.float32, gain=2.0, seed=3, n_layer=2, exit_layers=(1,), exit_adapters=())
+    weak = weaker(model, noise=0.3)
+    prompts, runs, seen = [[3, 1, 3, 1, 3], [2]], [], set()
+    for model.impl in ("torch", "triton"):
+        weak.impl = model.impl
+        outs = [
+            generate(model, prompts[:1], how),
+            speculative_generate(model, ModelDrafter(weak), prompts, how, 2),
+            speculative_generate(model, ExitDrafter(model, 1), prompts[:1], how, 2, "coupled"),
+            speculative_generate(model, NGramDrafter(), prompts[:1], how, 3),
+            early_exit_generate(model, prompts, how, 0.5, kv_fill="propagate"),
+        ]
+        runs.append([out for each in outs for out in each])
+    for ours, theirs in zip(*runs):
+        assert (ours.tokens, ours.sources, ours.layers_run) == (theirs.tokens, theirs.sources, theirs.layers_run)
+        assert torch.allclose(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-4)
+        seen |= set(ours.sources)
+    assert seen >= {"plain", "exit"} and len(seen) > 3
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_a_layer_is_six_launches_and_nothing_else(watch, arch, width):
+    model = tiny_model(arch, dtype=torch.float32, exit_adapters=())
+    model.impl = "triton"
+    cache, x = model.new_cache(2, 32), torch.randn(2, width, model.config.n_embd)
+    at = model._pass(torch.arange(width).expand(2, -1), cache)
+    with watch() as memory, on_device() as mode:
+        model.blocks[0](x, 0, at)
+    assert len(memory.launches) == 6
+    views = {
+        "view",
+        "_unsafe_view",
+        "unflatten",
+        "slice",
+        "select",
+        "empty",
+        "new_empty",
+        "empty_strided",
+        "as_strided",
+    }
+    views |= {"t", "transpose", "detach", "flatten", "reshape", "contiguous", "expand"}  # a copy would be a clone
+    assert {name for name, *_ in mode.operations} <= views

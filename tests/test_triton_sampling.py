@@ -11,32 +11,9 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 from interpreter import interpreted, shuffled, watch
-from triton.runtime import interpreter as triton_interpreter
 
 import kernels
 from kernels import ACCEPT, DRAFT, RESAMPLE, SAMPLE
-
-
-@pytest.fixture(autouse=True, scope="module")
-def helpers_patched_once_per_launch():
-    """The interpreter patches the language at each call of a @jit helper, which is most of its time; once per launch will do."""
-    patch, call, done = triton_interpreter._patch_lang, triton_interpreter.GridExecutor.__call__, set()
-
-    def patch_once(fn):
-        if id(fn.__globals__) in done:
-            return None
-        done.add(id(fn.__globals__))
-        return patch(fn)
-
-    def launch(self, *args, **kwargs):
-        done.clear()
-        return call(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as context:
-        context.setattr(triton_interpreter, "_patch_lang", patch_once)
-        context.setattr(triton_interpreter.GridExecutor, "__call__", launch)
-        yield
-
 
 LAWS = [
     {"temperature": 0},
