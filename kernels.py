@@ -138,8 +138,8 @@ def _speed(seed, first_id, index, stream, round, BLOCK: tl.constexpr):
     w0, w1, w2, w3 = tl.philox(seed, half_ids, zero + index.to(tl.int32), zero + stream, zero + round.to(tl.int32))
     high, low = tl.interleave(w0, w2), tl.interleave(w1, w3)
     u = high.to(tl.float64) * 2.0**-32 + low.to(tl.float64) * 2.0**-64
-    u = tl.minimum(tl.maximum(u, 2.0**-64), 1.0 - 2.0**-53)
-    w = 1.0 - u
+    u = tl.maximum(u, 2.0**-64)
+    w = tl.maximum(1.0 - u, 2.0**-53)  # u is at most 1 - 2^-53: a literal that not every Triton keeps in float64
     return tl.where(w == 1.0, 1.0, 1.0 - w) / tl.where(w == 1.0, u, -tl.log(w) * u)
 
 
