@@ -16,6 +16,7 @@ import argparse
 import functools
 import json
 import math
+import os
 import shutil
 import statistics
 import subprocess
@@ -196,6 +197,9 @@ def check_numbers(device: str) -> dict:
 def record() -> None:
     from safetensors.torch import save_file
 
+    from interpreter import repair_bfloat16  # Triton's own is wrong
+
+    repair_bfloat16()
     outputs = {}
     for dtype in LIMITS:
         for name, run in small_calls().items():
@@ -637,6 +641,8 @@ def main() -> int:
     if unknown:
         parser.exit(2, f"gpu_check.py: --only names {unknown[0]!r}: choose from {', '.join(SECTIONS)}\n")
     if flags.record:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            parser.exit(2, "gpu_check.py: --record asks the interpreter: set TRITON_INTERPRET=1\n")
         record()
         return 0
     if not torch.cuda.is_available():

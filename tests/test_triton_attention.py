@@ -157,6 +157,12 @@ def test_output_and_caches_equal_the_reference_and_nothing_else_is_touched(shape
             assert (got.int() - true.int())[written].abs().max() <= 2
 
 
+def test_a_batch_without_rows_is_no_error():
+    case = make_case([(0, 3, 2, 0)]).part(rows=slice(0, 0))
+    for impl in ("torch", "triton"):
+        assert case.run(impl).shape == (0, 2, 1, 64)
+
+
 def test_every_element_of_the_output_is_written(monkeypatch):
     """Workspaces and outputs come filled with NaN: what a kernel leaves out would show."""
     case = make_case(ragged(5, (5, CHUNK + 1, 3 * CHUNK)), group=3, n_kv=2, head_dim=80)
