@@ -195,9 +195,8 @@ def check_numbers(device: str) -> dict:
 
 
 def record() -> None:
-    from safetensors.torch import save_file
-
     from interpreter import repair_bfloat16  # Triton's own is wrong
+    from safetensors.torch import save_file
 
     repair_bfloat16()
     outputs = {}
