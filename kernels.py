@@ -31,17 +31,22 @@ except ImportError:  # no wheels for this platform: the references serve
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 
 
+def interpreted() -> bool:
+    """Whether Triton's interpreter stands in for a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def on_triton(impl: str, x: torch.Tensor) -> bool:
     """Whether a call on x goes to the Triton kernel; float64 always goes to the reference.
 
-    So does, where "auto" finds the interpreter, bfloat16: Triton's interpreter computes with its bits as integers.
+    So does bfloat16 where "auto" finds the interpreter, which computes with its bits as integers.
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}: choose {', '.join(IMPLEMENTATIONS)}")
     if impl == "torch" or x.dtype == torch.float64:
         return False
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and x.dtype != torch.bfloat16
-    return impl == "triton" or (triton is not None and (x.is_cuda or interpreted))
+    able = x.dtype != torch.bfloat16 if interpreted() else x.is_cuda
+    return impl == "triton" or (triton is not None and able)
 
 
 def _dense(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -474,8 +479,9 @@ def sample_token(
     """sample_token_ref; on the device it is accept_draft without drafts."""
     if not on_triton(impl, logits):
         return sample_token_ref(logits, seeds, index, temperature, top_k, top_p, min_p, stream, rounds, keep_law)
-    law = torch.empty(logits.shape, device=logits.device) if keep_law and temperature > 0 else None
-    filters = (top_k, top_p, min_p)
+    law, filters = None, (top_k, top_p, min_p)
+    if keep_law and temperature > 0:
+        law = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     tokens, _, log_probs = _judge(
         logits[:, None], None, None, None, seeds, index, rounds, temperature, *filters, True, stream, None, law
     )

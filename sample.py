@@ -159,11 +159,11 @@ class Session:
     def load(self, name: str):
         config = self.config
         if config.impl == "triton":
-            on_cpu = pick_device(config.device).type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
+            on_cpu = pick_device(config.device).type == "cpu" and not kernels.interpreted()
             if on_cpu or importlib.util.find_spec("triton") is None:
                 what = "needs a GPU, or the very slow TRITON_INTERPRET=1" if on_cpu else "needs the package triton"
                 raise ValueError(f"--impl triton {what}: choose auto or torch")
-            if os.environ.get("TRITON_INTERPRET") == "1" and config.dtype == "bfloat16":
+            if kernels.interpreted() and config.dtype == "bfloat16":
                 raise ValueError(
                     "--impl triton: Triton's interpreter gets bfloat16 wrong: choose another --dtype, or auto"
                 )

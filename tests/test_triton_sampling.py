@@ -118,6 +118,17 @@ def test_noise_at_both_ends_of_the_uniform(monkeypatch):
 # Kernels equal references
 
 
+def test_the_law_that_is_kept_is_float32_whatever_torch_makes_by_default():
+    logits, index = torch.randn(2, 37).bfloat16(), torch.arange(2)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        law = kernels.sample_token(logits, index, index, 0.7, keep_law=True, impl="triton")[2]
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(law, kernels.process_logits_ref(logits, 0.7))
+
+
 def test_vectors_may_have_gaps_or_be_one_number_for_all():
     target, laws, drafts, *vectors = random_block(4, 3, 37, seed=5)
     vectors[0] = torch.tensor([3, 1, 0, 2])
