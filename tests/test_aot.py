@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 
 import aot
 import gpu_check
+import planted
 from aot import TARGETS, compile_cases, drift, events, hot_loop, stored_path, table, weights
 
 REMAKE = "if the change is meant: python tests/aot.py --write"
@@ -134,6 +135,7 @@ def test_weights_of_tensor_core_instructions():
         (aot, "--case nosuch --target sm_90", "nosuch"),
         (aot, "--write --case linear", "--write"),
         (gpu_check, "--only nosuch", "nosuch"),
+        (planted, "--only nosuch", "nosuch"),
         (gpu_check, "--record", "TRITON_INTERPRET=1"),
     ],
 )

@@ -290,6 +290,16 @@ def test_int8_is_off_by_at_most_half_a_step_and_never_nan():
     assert kernels.quantise_kv_ref(ties)[0].tolist() == [[127, 0, 2, -2]]
 
 
+def test_a_cache_of_another_float_is_refused():
+    model = tiny_model(dtype=torch.float32)
+    del model.new_cache
+    for model.cache_dtype in (torch.bfloat16, torch.float64):
+        with pytest.raises(ValueError, match="cache_dtype is torch"):
+            generate(model, [[1, 2]], SamplingParams(1))
+    for model.cache_dtype in (None, torch.float32, torch.int8):
+        assert len(generate(model, [[1, 2]], SamplingParams(1))[0].tokens) == 1
+
+
 def test_an_int8_cache_has_scales_and_its_views_share_them():
     config = GPTConfig("llama", 11, 64, 3, 4, 32, n_kv_head=2, n_hidden=8)
     model = GPT(config)
