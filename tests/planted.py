@@ -67,7 +67,7 @@ BUGS = [
 
 
 def caught(bug: Bug) -> tuple[bool, str]:
-    """Whether the catcher passes on the sound copy and fails on the spoilt one, and its last line."""
+    """Whether the catcher fails on a spoilt copy, and its last line; that it passes on the sound one, the suite shows."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(
