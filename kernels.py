@@ -184,10 +184,11 @@ def _penalise_kernel(
     x = tl.load(logits + sequence * batch_stride + slot * row_stride + ids, mask=ids < n_load, other=0.0).to(tl.float32)
     if seen is not None:
         known = tl.load(seen + sequence * n_vocab + ids, mask=inside, other=0) != 0
-        t = slot * 0
-        while t < slot:
-            known = known | (ids == tl.load(ahead + sequence * (n_slots - 1) + t))
-            t += 1
+        if ahead is not None:
+            t = slot * 0
+            while t < slot:
+                known = known | (ids == tl.load(ahead + sequence * (n_slots - 1) + t))
+                t += 1
         x = tl.where(known, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty), x)
     if bias is not None:
         x += tl.load(bias + ids, mask=inside, other=0.0).to(tl.float32)
