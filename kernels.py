@@ -154,6 +154,12 @@ def full_precision(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def fit_vocabulary(logits: torch.Tensor, n_vocab: int) -> torch.Tensor:
+    """Cut or pad the last dimension: models that pad one vocabulary differently still understand each other."""
+    missing = n_vocab - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :n_vocab]
+
+
 def penalise_ref(
     logits: torch.Tensor,
     seen: torch.Tensor | None,
