@@ -41,6 +41,37 @@ def on_triton(impl: str, x: torch.Tensor) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Programmatic dependent launch (Hopper and later): the next kernel of the stream is set up while this one ends
+#
+#     kernel 1   | waits | loop .................. | stores |
+#     kernel 2             launched when all of 1 are here ^  | waits for the whole of 1 | loop ...
+#
+# The kernels of a layer take part. Each waits before it touches memory: what the one before writes it may read, and what
+# the one before still reads it may write.
+
+
+def _dependent() -> dict:
+    """Launch options of a kernel that takes part, for the card of the call."""
+    if isinstance(_linear_kernel, triton.JITFunction):  # not interpreted
+        target = triton.runtime.driver.active.get_current_target()
+        if target.backend == "cuda" and target.arch >= 90:
+            return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@jit
+def _wait(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@jit
+def _launch_next(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Random numbers: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
 #
 #     counter (id // 2, index, stream, round)     key = seed (64 bits)
@@ -1249,7 +1280,9 @@ def _products_int4(
 def _linear_kernel(
     x, weight, index, scale, offset, bias, norm_weight, norm_bias, residual, y, n_rows, x_stride, residual_stride, eps,
     N_IN: tl.constexpr, N_OUT: tl.constexpr, ACTIVATION: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait(PDL)
     row = tl.program_id(0) * 16 + tl.arange(0, 16)
     live = row < n_rows
     row = row.to(tl.int64)[:, None]
@@ -1266,6 +1299,7 @@ def _linear_kernel(
         z = _products(x + row * x_stride, live, weight, rows, norm_weight, norm_bias, eps, N_IN, BN, BK)
         if scale is not None:
             z *= tl.load(scale + rows)[None, :]
+    _launch_next(PDL)
     if bias is not None:
         z += tl.load(bias + rows).to(tl.float32)[None, :]
     if ACTIVATION == "gelu":  # z * (1 + tanh(u)) / 2 is z * sigmoid(2 u)
@@ -1361,7 +1395,7 @@ def linear(
     _linear_kernel[grid](
         rows, index=index, bias=bias, residual=residual, y=y, residual_stride=0 if residual is None else residual.stride(0),
         offset=weight.offset if int4 else None, GROUP=weight.group if int4 else 0, N_OUT=n_out, ACTIVATION=activation,
-        **arguments,
+        **arguments, **_dependent(),
     )  # fmt: skip
     return y
 
@@ -1577,7 +1611,9 @@ def _attention_kernel(
     n_new, max_pages, n_chunks, stride: tl.constexpr, SCALE: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait(PDL)
     row = tl.program_id(1).to(tl.int64) // G
     g = tl.program_id(1) % G
     start = tl.program_id(0) * CHUNK
@@ -1635,6 +1671,7 @@ def _attention_kernel(
             weights *= tl.load(v_scale + at, mask=held, other=0.0)[None, :] * 128.0
         acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
         best = highest
+    _launch_next(PDL)
     if k_scale is not None:
         acc *= 1 / 128
     seen = limit >= start  # other rows have nothing here, and the merge does not ask for it
@@ -1647,8 +1684,10 @@ def _attention_kernel(
 @jit(do_not_specialize=["n_new", "n_chunks"])
 def _merge_kernel(
     partial, partial_lse, positions, out, n_new, n_chunks, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait(PDL)
+    _launch_next(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     limit = tl.load(positions + token).to(tl.int32)
     n_seen = (limit + CHUNK) // CHUNK  # 0 at padding
@@ -1679,8 +1718,10 @@ def _merge_kernel(
 def _append_kernel(
     k, v, k_cache, v_cache, k_scale, v_scale, block_table, positions, cos, sin, n_new, max_pages,
     k_stride: tl.constexpr, v_stride: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait(PDL)
+    _launch_next(PDL)
     row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     t = tl.arange(0, BLOCK_T)
     token, head = row * n_new + t, tl.zeros_like(t) + g
@@ -1736,11 +1777,12 @@ def decode_attention(
         qkv, k_cache, v_cache, *(scales or (None, None)), block_table, positions, cos, sin, partial, partial_lse,
         n_new, max_pages, n_chunks, stride=qkv.stride(0), SCALE=head_dim**-0.5 * math.log2(math.e), PAGE=page_size,
         BLOCK_T=MAX_ROWS, BLOCK_M=block_m, BLOCK_N=block_n, **shape,
-        num_warps=8 if block_d == 256 else 4, num_stages=2, enable_fp_fusion=True,
+        num_warps=8 if block_d == 256 else 4, num_stages=2, enable_fp_fusion=True, **_dependent(),
     )  # fmt: skip
     _merge_kernel[n_rows * n_new, n_head](
-        partial, partial_lse, positions, out, n_new, n_chunks, BLOCK_S=16, **shape, num_warps=4, enable_fp_fusion=True
-    )
+        partial, partial_lse, positions, out, n_new, n_chunks, BLOCK_S=16, **shape, num_warps=4, enable_fp_fusion=True,
+        **_dependent(),
+    )  # fmt: skip
     return out
 
 
@@ -1757,7 +1799,7 @@ def _append(k, v, k_cache, v_cache, block_table, positions, cos, sin, scales) ->
     _append_kernel[n_rows, n_kv](
         k, v, k_cache, v_cache, *(scales or (None, None)), block_table, positions, cos, sin, n_new, block_table.shape[1],
         k_stride=k.stride(0), v_stride=v.stride(0), G=n_kv, D=head_dim, PAGE=k_cache.shape[1], BLOCK_T=MAX_ROWS,
-        BLOCK_D=_block_d(head_dim), num_warps=4, enable_fp_fusion=True,
+        BLOCK_D=_block_d(head_dim), num_warps=4, enable_fp_fusion=True, **_dependent(),
     )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ A case is its name, its call and the needs of its kernels. Only shapes, dtypes a
 memory that is never touched costs nothing. Shapes are those of Llama-3-8B and GPT-2 XL.
 """
 
+import re
+
 import torch
 from aot import NVIDIA, Case, Need, events
 
@@ -19,6 +21,7 @@ from kernels import (
     sample_token,
 )
 
+DEPENDENT = {"_linear_kernel", "_attention_kernel", "_merge_kernel", "_append_kernel"}
 BF16, F16, F32, I8, I32 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int32
 V = 128256
 
@@ -56,27 +59,31 @@ def attention(rows=4, new=6, head=32, kv=8, dim=128, dtype=BF16, cache=None, rot
     decode_attention(qkv, *memory, table, positions, head, *turn, scales=scales, impl="triton")
 
 
-def append_is_fenced(launches) -> list[str]:
-    """A barrier at once behind the last store of the append, in its own branch, and before the cache is first loaded."""
+def sound(launches) -> list[str]:
+    """Orders in the code that no interpreter shows: fences, and what dependent launch rests on."""
     complaints = []
     for launch in launches:
-        # the loop loads the cache by cp.async, and nothing before it does
-        order = events(launch.ptx, S=r"st\.global", B=r"\bbar\.sync", C=r"cp\.async\.c[ag]", J=r"\bbra\b|^\$L__BB\w+:")
-        before = order.split("C")[0]
-        if launch.kernel == "_attention_kernel" and "C" in order:
-            fenced = "S" in before and before[before.rindex("S") + 1 :].startswith("B")
-            complaints += [] if fenced else ["no barrier between the append and the first load of the cache"]
-    return complaints
-
-
-def winners_are_published(launches) -> list[str]:
-    """A barrier between a program's last store of its block's winner and its ticket, which releases and acquires."""
-    complaints = []
-    for launch in launches:
-        if launch.kernel == "_accept_kernel" and "ld.global" in launch.ptx:
-            ticket = r"atom\S*\.gpu\.acq_rel"
-            before = events(launch.ptx, S=r"st\.global", B=r"\bbar\.sync", T=ticket).split("T")
-            complaints += [] if len(before) == 2 and before[0].endswith("B") else ["the ticket may overtake a winner"]
+        ptx, kernel = launch.ptx, launch.kernel
+        if not re.search(r"^\.target sm_", ptx, re.MULTILINE):
+            continue
+        if kernel == "_attention_kernel":
+            # a barrier follows the last store of the append at once, in its own branch; the loop then loads the cache by
+            # cp.async, and nothing before it does
+            order = events(ptx, S=r"st\.global", B=r"\bbar\.sync", C=r"cp\.async\.c[ag]", J=r"\bbra\b|^\$L__BB\w+:")
+            if "C" in order:
+                before = order.split("C")[0]
+                fenced = "S" in before and before[before.rindex("S") + 1 :].startswith("B")
+                complaints += [] if fenced else ["no barrier between the append and the first load of the cache"]
+        if kernel == "_accept_kernel":
+            order = events(ptx, S=r"st\.global", B=r"\bbar\.sync", T=r"atom\S*\.gpu\.acq_rel")
+            fenced = order.count("T") == 1 and order.split("T")[0].endswith("B")
+            complaints += [] if fenced else ["the ticket may overtake the winner that it announces"]
+        if kernel in DEPENDENT and not re.search(r"^\.target sm_8", ptx, re.MULTILINE):
+            order = events(
+                ptx, W=r"griddepcontrol\.wait", N=r"griddepcontrol\.launch", M=r"(ld|st)\.global|cp\.async\.c[ag]"
+            )
+            ready = order.startswith("W") and order.count("N") == 1
+            complaints += [] if ready else [f"{kernel} touches memory before it waits for the kernel before it"]
     return complaints
 
 
@@ -115,9 +122,8 @@ def attention_needs(registers: int, code_kb: int = 40, tensor_cores: bool = True
     return needs | {"_merge_kernel": Need(registers=128, wide_loads=True)}
 
 
-ATTENTION = {"check": append_is_fenced, **attention_needs(224)}  # 144 on NVIDIA, the rest is gfx942's
-ATTENTION_INT8 = {"check": append_is_fenced, "targets": NVIDIA, **attention_needs(190, code_kb=52)}
-ACCEPT = {"check": winners_are_published}
+ATTENTION = attention_needs(224)  # 144 on NVIDIA, the rest is gfx942's
+ATTENTION_INT8 = {"targets": NVIDIA, **attention_needs(190, code_kb=52)}
 ROWS = {"_stats_kernel": Need(registers=112, wide_loads=True)}
 EXIT = {"_exit_kernel": Need(registers=176, code_kb=40, wide_loads=True, tensor_cores=True)}
 SEEN = {"seen": t(2, V, dtype=torch.bool), "ahead": ints(2, 5), "penalty": 1.1, "bias": None}
@@ -143,11 +149,11 @@ CASES = {
     "attention f32": Case(lambda: attention(dtype=F32), targets=NVIDIA, **attention_needs(210, 44, tensor_cores=False)),
     "attention int8": Case(lambda: attention(cache=I8), **ATTENTION_INT8),
     "attention int8, GPT-2": Case(lambda: attention(head=25, kv=25, dim=64, cache=I8, rotary=False), **ATTENTION_INT8),
-    "sample": Case(sample, **ROWS, **ACCEPT),
+    "sample": Case(sample, **ROWS),
     "sample, law kept, filtered": Case(lambda: sample(top_k=50, top_p=0.9, stream=1, keep_law=True), **ROWS),
     "sample, greedy": Case(lambda: sample(temperature=0), **ROWS),
-    "accept": Case(accept, **ROWS, **ACCEPT),
-    "accept, coupled": Case(lambda: accept(verify="coupled"), **ROWS, **ACCEPT),
+    "accept": Case(accept, **ROWS),
+    "accept, coupled": Case(lambda: accept(verify="coupled"), **ROWS),
     "accept bf16, filtered": Case(lambda: accept(dtype=BF16, top_k=50, top_p=0.9, min_p=0.05), **ROWS),
     "accept bf16, greedy": Case(lambda: accept(dtype=BF16, temperature=0, draft=False), **ROWS),
     "accept, one-hot drafts, GPT-2": Case(lambda: accept(vocab=50257, draft=False), **ROWS),
@@ -156,3 +162,5 @@ CASES = {
     "exit bf16": Case(lambda: confidence(t(V, 4096)), **EXIT),
     "exit int8, reduced vocabulary": Case(lambda: confidence(w8(V, 4096), vocab=ints(32768)), **EXIT),
 }
+for case in CASES.values():
+    case.check = sound
