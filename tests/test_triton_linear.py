@@ -228,6 +228,11 @@ def test_shapes_are_kept_and_unknown_activations_refused():
     assert torch.allclose(got, kernels.linear_ref(x, weight).view(2, 3, 16).transpose(0, 1), atol=1e-6)
     with pytest.raises(ValueError, match="activation is 'relu': choose None, gelu, swiglu"):
         kernels.linear(x, weight, activation="relu", impl="triton")
+    with pytest.raises(ValueError, match="x has 31 inputs, the weight is \\(16, 32\\)"):
+        kernels.linear(x[:, :31], weight, impl="triton")
+    row = torch.randn(16)  # a residual is broadcast, as in the reference
+    got = kernels.linear(x, weight, residual=row, impl="triton")
+    assert torch.allclose(got, kernels.linear_ref(x, weight) + row, atol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
