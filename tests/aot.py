@@ -327,6 +327,27 @@ def table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def summary(results: dict[str, dict]) -> str:
+    """{target: figures} as the README shows them: registers / shared KB of the kernels that do the work, each once."""
+    lines = [
+        "| case | kernel | ops/weight | " + " | ".join(results) + " |",
+        "|---|---|---:" + "|---:" * len(results) + "|",
+    ]
+    seen = set()
+    for key in next(iter(results.values())):
+        case, kernel = key.split(" / ")
+        cells = [result.get(key) for result in results.values()]
+        ops = results["sm_90"][key]["ops_per_weight"] or ""
+        cells = [f"{f['registers']} / {f['shared'] / 1024:.0f}" if f else "-" for f in cells]
+        if (
+            kernel in ("_linear_kernel", "_attention_kernel", "_accept_kernel", "_exit_kernel")
+            and str(cells) not in seen
+        ):
+            lines.append(f"| {case} | `{kernel}` | {ops} | " + " | ".join(cells) + " |")
+        seen.add(str(cells))
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=TARGETS, action="append", help="one target, repeatable (default: all)")
@@ -350,6 +371,7 @@ def main() -> int:
     if args.write:
         figures = {target: result["figures"] for target, result in results.items()}
         stored_path().write_text(json.dumps(figures, indent=1) + "\n")
+        print(summary(figures))
     return bool(found)
 
 

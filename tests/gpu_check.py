@@ -42,10 +42,10 @@ ROOT = Path(__file__).parents[1]
 RECORDED = Path(__file__).parent / "data" / "interpreted.safetensors"
 LIMITS = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}  # norm-wise, against float64
 SHAPES = {
-    "gpt2-xl": {"arch": "gpt2", "vocab_size": 50304, "n_vocab_used": 50257, "block_size": 1024, "n_layer": 48, "n_head": 25, "n_embd": 1600},
+    "gpt2-xl": {"arch": "gpt2", "vocab_size": 50304, "n_vocab_used": 50257, "block_size": 1024, "n_layer": 48, "n_head": 25, "n_embd": 1600, "exit_layers": (12,)},
     "llama-3-8b": {
         "arch": "llama", "vocab_size": 128256, "block_size": 8448, "n_layer": 32, "n_head": 32, "n_kv_head": 8, "n_embd": 4096, "n_hidden": 14336,
-        "tie_weights": False, "rope_theta": 5e5,
+        "tie_weights": False, "rope_theta": 5e5, "exit_layers": (8,),
     },
 }  # fmt: skip
 
@@ -96,7 +96,8 @@ def small_calls() -> dict[str, Callable]:
         k, v = cast(pages[0]).clone(), cast(pages[1]).clone()
         fixed = (cast(table), cast(positions), 4, cast(cos), cast(sin))
         out = kernels.decode_attention(cast(qkv), k, v, *fixed, impl=impl)
-        return out[0], out[1, :2], k, v
+        written = cast(table)[0, 18].long()  # the page of positions 288 .. 303
+        return out[0], out[1, :2], k[written], v[written]
 
     calls["decode_attention"] = attend
 
@@ -196,8 +197,11 @@ def check_numbers(device: str) -> dict:
 
 
 def record() -> None:
+    import interpreter
     from safetensors.torch import save_file
 
+    interpreter.repair_bfloat16()
+    interpreter.patch_language_once()
     outputs = {}
     for dtype in LIMITS:
         for name, run in small_calls().items():
@@ -243,18 +247,18 @@ def tiny_configs() -> dict[str, GPTConfig]:
 # Rounds as graphs
 
 
-def check_rounds(device: str) -> dict:
+def check_rounds(device: str, impl: str = "triton", n_new: int = 100) -> dict:
     """Captured rounds give the tokens that the host's steps give with the same kernels; the same once more when run again."""
     results, prompts = {}, [[1, 2, 3, 4, 5], [7] * 130]
     for name, config in tiny_configs().items():
         torch.manual_seed(0)
         model, drafter = GPT(config).to(device, torch.bfloat16), GPT(config).to(device, torch.bfloat16)
-        model.impl = drafter.impl = "triton"
+        model.impl = drafter.impl = impl
         with torch.no_grad():  # a drafter that is right often, not always
             for ours, theirs in zip(drafter.parameters(), model.parameters()):
                 ours.copy_(theirs + 0.003 * torch.randn_like(theirs))
         for temperature in (0.0, 0.8):
-            sampling = SamplingParams(100, temperature, seed=3)
+            sampling = SamplingParams(n_new, temperature, seed=3)
             plain = tokens_of(run_loop(model, prompts, sampling, PlainStep()))
             results[f"{name} plain T={temperature:g}"] = {
                 "ok": all(tokens_of(generate(model, prompts, sampling)) == plain for _ in range(2))
@@ -278,7 +282,7 @@ def tokens_of(outs) -> list[list[int]]:
 # The law of acceptance
 
 
-def check_law(device: str, n_draws: int = 10_000_000, per_launch: int = 100_000) -> dict:
+def check_law(device: str, n_draws: int = 10_000_000, per_launch: int = 100_000, impl="triton", shift=0.1) -> dict:
     """Draft two tokens, judge them, count the first token that comes out: chi-square against the target's law.
 
     The control draws the drafts from another law than the one that is declared: it must fail.
@@ -287,17 +291,20 @@ def check_law(device: str, n_draws: int = 10_000_000, per_launch: int = 100_000)
     random = torch.Generator().manual_seed(1)
     target = torch.randn(n_vocab, generator=random).to(device)
     draft = (target.cpu() + torch.randn(n_vocab, generator=random)).to(device)
-    for name, declared, limit_holds in (("rejection", draft, True), ("control: wrong drafter", draft * 1.1, False)):
+    for name, declared, limit_holds in (
+        ("rejection", draft, True),
+        ("control: wrong drafter", draft * (1 + shift), False),
+    ):
         counts = torch.zeros(n_vocab, dtype=torch.int64, device=device)
         for begin in range(0, n_draws, per_launch):
             seeds = torch.arange(begin, begin + per_launch, device=device)
             index, rounds = torch.full_like(seeds, 17), torch.full_like(seeds, 3)
-            how = {"stream": kernels.DRAFT, "rounds": rounds, "impl": "triton"}
+            how = {"stream": kernels.DRAFT, "rounds": rounds, "impl": impl}
             laws = draft.expand(per_launch, -1)
             drafts = [kernels.sample_token(laws, seeds, index + j, 1.0, **how)[0] for j in range(2)]
             tokens = kernels.accept_draft(
                 target.expand(per_launch, 3, -1), declared.expand(per_launch, 2, -1), torch.stack(drafts, 1),
-                torch.full_like(seeds, 2), seeds, index, rounds, 1.0, impl="triton",
+                torch.full_like(seeds, 2), seeds, index, rounds, 1.0, impl=impl,
             )[0]  # fmt: skip
             counts += torch.bincount(tokens[:, 0], minlength=n_vocab)
         expected = target.double().softmax(-1) * n_draws
@@ -342,9 +349,9 @@ def rotations(n_bytes: int) -> int:
     return max(1, math.ceil(2**28 / n_bytes))
 
 
-def copy_ceiling() -> float:
+def copy_ceiling(device: str, n_bytes: int = 2**31) -> float:
     """Bytes read and written per second by torch's copy of 2 GiB."""
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    source = torch.empty(n_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / replay_seconds([lambda: target.copy_(source)])
 
@@ -357,7 +364,7 @@ def speed_row(name: str, n_bytes: int, ours: float, ceiling: float, others: dict
     return {name: row}
 
 
-def speed_linear(shape: str, ceiling: float) -> dict:
+def speed_linear(shape: str, device: str, ceiling: float) -> dict:
     config, rows = GPTConfig(**SHAPES[shape]), {}
     width, out_qkv = config.n_embd, (config.n_head + 2 * config.n_kv_head) * config.head_dim
     gpt2 = config.arch == "gpt2"
@@ -371,19 +378,19 @@ def speed_linear(shape: str, ceiling: float) -> dict:
     ):
         for bits in (16, 8, 4):
             for n in (1, 6):
-                x = torch.randn(n, n_in, device="cuda", dtype=torch.bfloat16)
+                x = torch.randn(n, n_in, device=device, dtype=torch.bfloat16)
                 n_copies = rotations(n_out * n_in * bits // 8)
-                dense = torch.randn(n_out, n_in, device="cuda", dtype=torch.bfloat16) * 0.02
+                dense = torch.randn(n_out, n_in, device=device, dtype=torch.bfloat16) * 0.02
                 weights = [dense.clone() if bits == 16 else kernels.quantize(dense, bits) for _ in range(n_copies)]
                 n_bytes = sum(t.nbytes for t in ([dense] if bits == 16 else weights[0]) if torch.is_tensor(t))
                 options = {}
                 if "norm" in kwargs:
-                    gain = torch.ones(n_in, device="cuda", dtype=torch.bfloat16)
+                    gain = torch.ones(n_in, device=device, dtype=torch.bfloat16)
                     options["norm"] = kernels.Norm(gain, torch.zeros_like(gain) if gpt2 else None, 1e-5)
                 if "activation" in kwargs:
                     options["activation"] = "gelu" if gpt2 else "swiglu"
                 if "residual" in kwargs:
-                    options["residual"] = torch.randn(n, n_out, device="cuda", dtype=torch.bfloat16)
+                    options["residual"] = torch.randn(n, n_out, device=device, dtype=torch.bfloat16)
                 ours = replay_seconds([functools.partial(kernels.linear, x, w, **options) for w in weights])
                 others = {}
                 if bits == 16:
@@ -392,19 +399,21 @@ def speed_linear(shape: str, ceiling: float) -> dict:
     return rows
 
 
-def speed_attention(shape: str, context: int, n_new: int, ceiling: float, cache_dtype=torch.bfloat16) -> dict:
+def speed_attention(
+    shape: str, context: int, n_new: int, device: str, ceiling: float, cache_dtype=torch.bfloat16
+) -> dict:
     config = GPTConfig(**SHAPES[shape])
     n_copies = rotations(2 * context * config.n_kv_head * config.head_dim * 2)
     small = GPTConfig(**SHAPES[shape] | {"n_layer": n_copies})
-    cache = KVCache(small, 1, context, page_size=64, dtype=cache_dtype, device="cuda")
+    cache = KVCache(small, 1, context, page_size=64, dtype=cache_dtype, device=device)
     for pages in (cache.k, cache.v):
         pages.zero_()
     n_heads = config.n_head + 2 * config.n_kv_head
-    qkv = torch.randn(1, n_new, n_heads, config.head_dim, device="cuda", dtype=torch.bfloat16)
-    positions = torch.arange(context - n_new, context, device="cuda")[None]
+    qkv = torch.randn(1, n_new, n_heads, config.head_dim, device=device, dtype=torch.bfloat16)
+    positions = torch.arange(context - n_new, context, device=device)[None]
     cos = sin = None
     if config.arch == "llama":
-        cos, sin = (torch.rand(1, n_new, 1, config.head_dim, device="cuda") for _ in range(2))
+        cos, sin = torch.rand(2, 1, n_new, 1, config.head_dim, device=device, dtype=torch.bfloat16)
 
     def attend(layer):
         kernels.decode_attention(
@@ -436,15 +445,15 @@ def public_attention(q: torch.Tensor, caches) -> dict[str, float]:
     return {"flashinfer": replay_seconds([lambda k=k, v=v: run(q, k, v, use_tensor_cores=True) for k, v in caches])}
 
 
-def speed_sampling(ceiling: float) -> dict:
+def speed_sampling(device: str, ceiling: float) -> dict:
     rows = {}
     for n_vocab, n_drafts in ((50304, 5), (128256, 5)):
         for name, temperature, top_p in (("", 0.8, 1.0), (" top-p", 0.8, 0.9), (" greedy", 0.0, 1.0)):
             law = {"temperature": temperature, "top_p": top_p}
-            target = torch.randn(1, n_drafts + 1, n_vocab, device="cuda") * 3
-            near = target[:, :-1] + torch.randn(1, n_drafts, n_vocab, device="cuda") * 0.3
+            target = torch.randn(1, n_drafts + 1, n_vocab, device=device) * 3
+            near = target[:, :-1] + torch.randn(1, n_drafts, n_vocab, device=device) * 0.3
             draft = None if temperature == 0 else near
-            ones = torch.ones(1, dtype=torch.int64, device="cuda")
+            ones = torch.ones(1, dtype=torch.int64, device=device)
             drafts = target[:, :-1].argmax(-1)
             args = (target, draft, drafts, ones * n_drafts, ones, ones, ones)
             ours = replay_seconds([functools.partial(kernels.accept_draft, *args, **law)] * 8)
@@ -455,43 +464,43 @@ def speed_sampling(ceiling: float) -> dict:
     return rows
 
 
-def speed_exit_head(shape: str, ceiling: float) -> dict:
+def speed_exit_head(shape: str, device: str, ceiling: float) -> dict:
     config = GPTConfig(**SHAPES[shape])
     weights = [
-        torch.randn(config.vocab_size, config.n_embd, device="cuda", dtype=torch.bfloat16)
+        torch.randn(config.vocab_size, config.n_embd, device=device, dtype=torch.bfloat16)
         for _ in range(rotations(config.vocab_size * config.n_embd * 2))
     ]
-    gain = torch.ones(config.n_embd, device="cuda", dtype=torch.bfloat16)
+    gain = torch.ones(config.n_embd, device=device, dtype=torch.bfloat16)
     norm = kernels.Norm(gain, torch.zeros_like(gain) if config.arch == "gpt2" else None, 1e-5)
-    x = torch.randn(1, config.n_embd, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, config.n_embd, device=device, dtype=torch.bfloat16)
     ours = replay_seconds([lambda w=w: kernels.exit_confidence(x, w, norm) for w in weights])
     return speed_row(f"{shape} exit head", weights[0].nbytes, ours, ceiling, {})
 
 
-def random_model(shape: str, **changes) -> GPT:
+def random_model(shape: str, device: str) -> GPT:
     """Random bfloat16 weights, made on the card."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cuda"):
-            return GPT(GPTConfig(**SHAPES[shape] | changes)).eval()
+        with torch.device(device):
+            return GPT(GPTConfig(**SHAPES[shape])).to(torch.bfloat16).eval()
     finally:
         torch.set_default_dtype(default)
 
 
-def speed_steps(shape: str, context: int, ceiling: float) -> dict:
+def speed_steps(shape: str, device: str, context: int, ceiling: float) -> dict:
     """A plain step and a verification of six rows, each one graph; torch.compile's step of the same model beside them."""
-    model, rows, seconds = random_model(shape), {}, {}
+    model, rows, seconds = random_model(shape, device), {}, {}
     n_layer = model.config.n_layer
     cache = model.new_cache(1, context + 64)
     for pages in (cache.k, cache.v):
         pages.zero_()
-    ones = torch.ones(1, dtype=torch.int64, device="cuda")
+    ones = torch.ones(1, dtype=torch.int64, device=device)
     weights = sum(p.nbytes for name, p in model.named_parameters() if "embedding" not in name or model.output is None)
     n_bytes = weights + 2 * context * model.config.n_kv_head * model.config.head_dim * 2 * n_layer
     for n in (1, 6):
-        tokens = torch.ones(1, n, dtype=torch.int64, device="cuda")
-        positions = torch.arange(context - n, context, device="cuda")[None]
+        tokens = torch.ones(1, n, dtype=torch.int64, device=device)
+        positions = torch.arange(context - n, context, device=device)[None]
 
         def step(tokens=tokens, positions=positions, n=n):
             x = model.run_layers(model.embed(tokens, positions), cache, positions, 0, n_layer)
@@ -511,14 +520,14 @@ def speed_steps(shape: str, context: int, ceiling: float) -> dict:
 
 def compiled_step_seconds(model: GPT, context: int) -> float:
     """The step as gpt-fast writes it, for torch.compile: a static cache, one mask, SDPA."""
-    config = model.config
+    config, device = model.config, model.device
     shape = (config.n_layer, 1, config.n_kv_head, context, config.head_dim)
-    k_cache, v_cache = (torch.zeros(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    token, position = (torch.tensor([[i]], device="cuda") for i in (1, context - 1))
+    k_cache, v_cache = (torch.zeros(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
+    token, position = (torch.tensor([[i]], device=device) for i in (1, context - 1))
 
     def step(token, position):
         x, at = model.embed(token, position), position[0]
-        mask = (torch.arange(context, device="cuda") <= at)[None, None, None]
+        mask = (torch.arange(context, device=device) <= at)[None, None, None]
         for i, block in enumerate(model.blocks):
             qkv = block.qkv(x, block.attn_norm, impl="torch").unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
             q, k, v = qkv.split((config.n_head, config.n_kv_head, config.n_kv_head), 1)
@@ -537,19 +546,32 @@ def compiled_step_seconds(model: GPT, context: int) -> float:
     return replay_seconds([lambda: compiled(token, position)])
 
 
-def check_speed(device: str) -> dict:
-    ceiling = copy_ceiling()
+def speed_loops(shape: str, device: str, context: int) -> dict:
+    """What a caller sees: microseconds of a round, plain and self-speculative, its graph, the ring and the host in it."""
+    model, rows = random_model(shape, device), {}
+    prompt, sampling = [1] * context, SamplingParams(32, temperature=0.0)
+    exit_layer = model.config.exit_layers[0]
+    drafted = functools.partial(speculative_generate, model, ExitDrafter(model, exit_layer))
+    for name, run in {"plain": functools.partial(generate, model), f"exit {exit_layer} drafts 4": drafted}.items():
+        [out] = run([prompt], sampling)
+        seconds = (out.stats.seconds - out.stats.prefill_seconds) / out.stats.rounds
+        rows[f"{shape} loop, {name} S={context}"] = {"round_us": seconds * 1e6, "tokens": len(out.tokens)}
+    return rows
+
+
+def check_speed(device: str, contexts=(1024, 8192), copied: int = 2**31) -> dict:
+    ceiling = copy_ceiling(device, copied)
     rows = {"copy ceiling": {"bytes_per_second": ceiling}}
-    for shape in SHAPES:
-        for context in (1024, 8192) if shape == "llama-3-8b" else (1024,):
+    for shape, fields in SHAPES.items():
+        for context in contexts:
             for n_new, dtype in ((1, torch.bfloat16), (6, torch.bfloat16), (1, torch.int8)):
-                rows |= speed_attention(shape, context, n_new, ceiling, dtype)
-        rows |= speed_linear(shape, ceiling)
-        rows |= speed_exit_head(shape, ceiling)
-        torch.cuda.empty_cache()
-        rows |= speed_steps(shape, 1024, ceiling)
-        torch.cuda.empty_cache()
-    return rows | speed_sampling(ceiling)
+                if context <= fields["block_size"]:
+                    rows |= speed_attention(shape, context, n_new, device, ceiling, dtype)
+        rows |= speed_linear(shape, device, ceiling) | speed_exit_head(shape, device, ceiling)
+        for measure in (functools.partial(speed_steps, ceiling=ceiling), speed_loops):
+            rows |= measure(shape, device, contexts[0] - 64)
+            torch.cuda.empty_cache()
+    return rows | speed_sampling(device, ceiling)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -587,7 +609,7 @@ def table(section: str, rows: dict) -> list[str]:
         if "us" in row:
             cells.append(f"{row['us']:9.1f} us  {row['of_ceiling']:6.1%} of the copy ceiling")
             cells += [f"{other} {us:.1f} us" for other, us in row["others_us"].items()]
-        shown = ("error", "from_interpreter", "chi2", "to_plain_step")
+        shown = ("error", "from_interpreter", "chi2", "to_plain_step", "round_us")
         cells += [f"{key} {row[key]:.3g}" for key in shown if key in row]
         lines.append("  ".join(cells))
     return lines

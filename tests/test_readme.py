@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import aot
 import torch
 from helpers import tiny_model
 
@@ -53,6 +54,10 @@ def test_every_command_parses():
                 parsers[words[1]](words[2:])
                 n_seen += 1
     assert n_seen >= 5
+
+
+def test_the_kernel_table_is_that_of_the_stored_figures():
+    assert aot.summary(json.loads((ROOT / "tests/data/aot-triton-3.9.json").read_text())) in README
 
 
 def test_the_results_are_those_of_the_result_file():
