@@ -1395,7 +1395,7 @@ def linear(
     rows, arguments = _operands(x, weight, norm)
     n_out = arguments["weight"].shape[0] if index is None else len(index)
     y = x.new_empty(*x.shape[:-1], n_out // 2 if activation == "swiglu" else n_out)
-    residual = None if residual is None else as_rows(residual.expand_as(y))
+    residual = None if residual is None else as_rows(residual.expand(y.shape))
     int4 = isinstance(weight, QuantizedWeight) and weight.bits == 4
     grid = (triton.cdiv(len(rows), 16), triton.cdiv(n_out, arguments["BN"]))  # neighbours share weights
     _linear_kernel[grid](
