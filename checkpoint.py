@@ -146,6 +146,8 @@ def pick_device(device) -> torch.device:
         raise ValueError(f"device is {name!r}: choose auto, cpu or cuda")
     if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
         raise ValueError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices here")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # Triton launches on the current device, wherever its tensors are
     return device
 
 

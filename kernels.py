@@ -31,13 +31,27 @@ except ImportError:  # no wheels for this platform: the references serve
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 
 
+def interpreted() -> bool:
+    """Whether Triton's interpreter stands in for a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def on_triton(impl: str, x: torch.Tensor) -> bool:
-    """Whether a call on x goes to the Triton kernel; float64 always goes to the reference."""
+    """Whether a call on x goes to the Triton kernel; float64 always goes to the reference.
+
+    So does bfloat16 where "auto" finds the interpreter, which computes with its bits as integers.
+    """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}: choose {', '.join(IMPLEMENTATIONS)}")
     if impl == "torch" or x.dtype == torch.float64:
         return False
-    return impl == "triton" or (triton is not None and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"))
+    able = x.dtype != torch.bfloat16 if interpreted() else x.is_cuda
+    return impl == "triton" or (triton is not None and able)
+
+
+def _dense(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """What a kernel reads without strides: copied only where the layout is another."""
+    return tuple(x if x is None else x.contiguous() for x in tensors)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -240,7 +254,7 @@ def penalise(logits, seen, ahead, penalty, bias, impl: str = "auto"):
     n_rows, n_slots, n_vocab = logits.shape
     logits, n_load = _readable(logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    seen, ahead = (None if x is None else x.contiguous() for x in (seen, ahead))
+    seen, ahead, bias = _dense(seen, ahead, bias)
     _penalise_kernel[n_rows, n_slots, triton.cdiv(n_vocab, RACE_BLOCK)](
         logits, seen, ahead, bias, out, *logits.stride()[:2], n_slots, n_vocab, n_load, float(penalty), RACE_BLOCK
     )
@@ -503,7 +517,9 @@ def sample_token(
     """sample_token_ref; on the device it is accept_draft without drafts."""
     if not on_triton(impl, logits):
         return sample_token_ref(logits, seeds, index, temperature, top_k, top_p, min_p, stream, rounds, keep_law)
-    law = torch.empty(logits.shape, device=logits.device) if keep_law and temperature > 0 else None
+    law = None
+    if keep_law and temperature > 0:
+        law = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     noise, filters = (seeds, index, rounds), (temperature, top_k, top_p, min_p)
     tokens, _, log_probs = _judge(logits[:, None], None, None, None, *noise, *filters, stream=stream, law=law)
     return tokens[:, 0], log_probs[:, 0], law
@@ -846,7 +862,8 @@ def _judge(
     top_p = max(float(top_p), torch.finfo(torch.float32).tiny)
     filtered = not greedy and (top_k > 0 or top_p < 1 or min_p > 0)
     lengths, limits, state_rounds, last = (None,) * 4 if state is None else state
-    n_drafted, draft_tokens = (None, None) if n_slots == 1 else (n_drafted, draft_tokens.contiguous())
+    n_drafted, draft_tokens = (None, None) if n_slots == 1 else _dense(n_drafted, draft_tokens)
+    seeds, index, rounds = _dense(seeds, index, rounds)
 
     def empty(*shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=device)
@@ -928,8 +945,8 @@ def confidence(logits: torch.Tensor, kind: str = "max_prob") -> torch.Tensor:
         return (logits.amax(-1) - logits.logsumexp(-1)).exp()
     probs = logits.softmax(-1)
     if kind == "margin":
-        best = probs.topk(2).values
-        return best[..., 0] - best[..., 1]
+        best = probs.topk(min(2, probs.shape[-1])).values
+        return best[..., 0] - best[..., 1:].sum(-1)  # a vocabulary of one has no second
     if kind == "entropy":
         n_possible = (logits > -torch.inf).sum(-1).clamp(min=2)  # padding makes no head surer
         return 1 - torch.special.entr(probs).sum(-1) / n_possible.to(logits.dtype).log()
@@ -1045,6 +1062,7 @@ def exit_confidence(
     rows, arguments = _operands(x, weight, norm)
     n_out = len(arguments["weight"]) if n_used is None else n_used
     n_out = n_out if vocab is None else len(vocab)
+    (vocab,) = _dense(vocab)
     n_rows, n_blocks = len(rows), triton.cdiv(n_out, arguments["BN"])
     partial = torch.empty(5, n_rows, n_blocks, dtype=torch.float32, device=x.device)
     _exit_kernel[(triton.cdiv(n_rows, 16), n_blocks)](rows, vocab=vocab, partial=partial, N_OUT=n_out, **arguments)
@@ -1360,6 +1378,7 @@ def _operands(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, norm: Nor
     data, scale, offset = weight[:3] if isinstance(weight, QuantizedWeight) else (weight, None, None)
     if data.shape[1] != (n_in if offset is None else -(-n_in // PACK) * (PACK // 4)):
         raise ValueError(f"x has {n_in} inputs, the weight is {tuple(data.shape)} of {data.dtype}")
+    norm = None if norm is None else Norm(*_dense(norm.weight, norm.bias), norm.eps)
     if offset is not None and norm is not None:  # inside, it would double the 4.1 operations per weight that int4 takes
         y, block = torch.empty(x.shape, dtype=x.dtype, device=x.device), triton.next_power_of_2(n_in)
         _norm_kernel[(n_rows,)](
@@ -1395,7 +1414,7 @@ def linear(
     rows, arguments = _operands(x, weight, norm)
     n_out = arguments["weight"].shape[0] if index is None else len(index)
     y = x.new_empty(*x.shape[:-1], n_out // 2 if activation == "swiglu" else n_out)
-    residual = None if residual is None else as_rows(residual.expand(y.shape))
+    residual, (index, bias) = None if residual is None else as_rows(residual.expand(y.shape)), _dense(index, bias)
     int4 = isinstance(weight, QuantizedWeight) and weight.bits == 4
     grid = (triton.cdiv(len(rows), 16), triton.cdiv(n_out, arguments["BN"]))  # neighbours share weights
     _linear_kernel[grid](
@@ -1526,7 +1545,7 @@ def decode_attention_ref(
                 for n_cache, scale in zip(memory, scales)
             ]
         out.append(attend_ref(q[row, first : first + n], *memory, start))
-    if len(plans) == len(qkv) and all(plan.n == qkv.shape[1] for plan in plans):
+    if out and len(plans) == len(qkv) and all(plan.n == qkv.shape[1] for plan in plans):
         return out[0][None] if len(out) == 1 else torch.stack(out)
     result = q.new_zeros(q.shape)
     for plan, rows_out in zip(plans, out):

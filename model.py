@@ -262,6 +262,8 @@ class GPT(nn.Module):
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """A cache on the model's device, in cache_dtype or its own dtype."""
+        if self.cache_dtype not in (None, torch.int8, self.dtype):
+            raise ValueError(f"cache_dtype is {self.cache_dtype}: choose torch.int8, or the model's own {self.dtype}")
         return KVCache(self.config, batch, capacity, dtype=self.cache_dtype or self.dtype, device=self.device)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

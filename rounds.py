@@ -34,12 +34,12 @@ def runs_alone(model: GPT, sampling: SamplingParams) -> bool:
 
 
 def captured(function: Callable[[], torch.Tensor], device: torch.device, pool) -> Callable[[], torch.Tensor]:
-    """The function as a CUDA graph that writes the same tensor at each replay; elsewhere the function itself.
+    """The function as a CUDA graph that writes the same tensor at each replay; elsewhere, or interpreted, the function itself.
 
     It is run once before: the caller sees to it that this changes nothing. Graphs of one pool share their memory, so a
     result is good until another of them is replayed.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or kernels.interpreted():
         return function
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -93,7 +93,7 @@ class Rounds:
         self.pool = new_pool(self.device)
         size = n_rows * (2 * kernels.MAX_ROWS + 2)
         pinned = self.device.type == "cuda"  # or the copy would wait for the round
-        self.ring = [torch.empty(size, dtype=torch.float64, pin_memory=pinned) for _ in range(2)]
+        self.ring = [torch.empty(size, dtype=torch.float64, device="cpu", pin_memory=pinned) for _ in range(2)]
         self.n_launched = 0
         self.in_flight: deque[tuple] = deque()  # rounds that were launched and not read: at most two
 

@@ -159,10 +159,14 @@ class Session:
     def load(self, name: str):
         config = self.config
         if config.impl == "triton":
-            on_cpu = pick_device(config.device).type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
+            on_cpu = pick_device(config.device).type == "cpu" and not kernels.interpreted()
             if on_cpu or importlib.util.find_spec("triton") is None:
                 what = "needs a GPU, or the very slow TRITON_INTERPRET=1" if on_cpu else "needs the package triton"
                 raise ValueError(f"--impl triton {what}: choose auto or torch")
+            if kernels.interpreted() and config.dtype == "bfloat16":
+                raise ValueError(
+                    "--impl triton: Triton's interpreter gets bfloat16 wrong: choose another --dtype, or auto"
+                )
         model, tokenizer = load_checkpoint(name, config.device, config.dtype)
         model.impl = config.impl
         return model, tokenizer
@@ -438,6 +442,7 @@ def main(argv=None) -> int:
     said = set()  # each warning is one line, once
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # of the interpreter, on infinities
         warnings.showwarning = lambda message, *_: str(message) in said or said.add(str(message)) or complain(message)
         try:
             try:

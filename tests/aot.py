@@ -365,6 +365,8 @@ def main() -> int:
         print(json.dumps(work(args.target[0], args.module, args.case)))
         return 0
     results = compile_cases(args.target or TARGETS, args.module, args.case)
+    if not any(result["figures"] or result["faults"] for result in results.values()):
+        parser.error(f"--case {args.case}: no such case on these targets; aot_cases.py names them")
     print(table(results))
     found = [f"{target}: {key}: {x}" for target, r in results.items() for key, xs in r["faults"].items() for x in xs]
     print("\n".join(found) or "no faults")

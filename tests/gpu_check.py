@@ -626,6 +626,8 @@ def main() -> int:
     if unknown:
         parser.exit(2, f"gpu_check.py: --only names {unknown[0]!r}: choose from {', '.join(SECTIONS)}\n")
     if flags.record:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            parser.exit(2, "gpu_check.py: --record asks the interpreter: set TRITON_INTERPRET=1\n")
         record()
         return 0
     if not torch.cuda.is_available():

@@ -90,6 +90,8 @@ def main() -> int:
     flags = parser.parse_args()
     from bench import environment
 
+    if not any(flags.only in bug.name for bug in BUGS):
+        parser.error(f"--only {flags.only}: no bug of that name")
     rows = []
     for bug in BUGS:
         if flags.only not in bug.name:
@@ -103,7 +105,7 @@ def main() -> int:
         )
     if flags.out:
         Path(flags.out).write_text(json.dumps(environment() | {"rows": rows}, indent=1) + "\n")
-    return 0 if rows and all(row["caught"] for row in rows) else 1
+    return 0 if all(row["caught"] for row in rows) else 1
 
 
 if __name__ == "__main__":

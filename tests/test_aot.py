@@ -1,11 +1,15 @@
 """The kernels compiled for GPUs that are not here: what they use, against what they may and against the stored table."""
 
 import json
+import sys
 
 import pytest
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+import aot
+import gpu_check
+import planted
 from aot import TARGETS, compile_cases, drift, events, hot_loop, stored_path, table, weights
 
 REMAKE = "if the change is meant: python tests/aot.py --write"
@@ -111,3 +115,22 @@ def test_weights_of_tensor_core_instructions():
     shapes = {"HMMA.16816.F32.BF16 R4": 128, "HMMA.1688.F32.TF32 R4": 64, "HGMMA.64x32x16.F32 R4": 128, "FFMA R4": 0}
     shapes |= {"v_mfma_f32_16x16x16_bf16 a[0:3]": 256, "v_mfma_f32_32x32x8_f16 v[0:15]": 256}
     assert {name: weights(name) for name in shapes} == shapes
+
+
+@pytest.mark.parametrize(
+    "command, arguments, said",
+    [
+        (aot, "--case nosuch --target sm_90", "nosuch"),
+        (aot, "--write --case linear", "--write"),
+        (gpu_check, "--only nosuch", "nosuch"),
+        (planted, "--only nosuch", "nosuch"),
+        (gpu_check, "--record", "TRITON_INTERPRET=1"),
+    ],
+)
+def test_commands_refuse_what_they_cannot_do(monkeypatch, capsys, command, arguments, said):
+    monkeypatch.setattr(sys, "argv", [command.__name__, *arguments.split()])
+    monkeypatch.setattr(aot, "compile_cases", lambda targets, *_: {t: {"figures": {}, "faults": {}} for t in targets})
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and out == "" and said in err.splitlines()[-1]

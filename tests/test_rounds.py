@@ -296,13 +296,26 @@ def test_the_device_leads_where_it_can():
     assert type(plain_step(model, sampling)) is PlainStep
 
 
+def test_bfloat16_is_not_left_to_the_interpreter(monkeypatch):
+    """It computes with the bits as integers: in a process without tests/interpreter.py the text would be another."""
+    model = tiny_model(dtype=torch.bfloat16)
+    monkeypatch.setattr(kernels, "triton", kernels)  # here or not
+    for value, interpreted in (("0", False), ("1", True)):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        assert not kernels.on_triton("auto", model.token_embedding.weight)
+        assert kernels.on_triton("auto", torch.zeros(1)) == interpreted
+    assert type(plain_step(model, GREEDY)) is PlainStep
+
+
 def test_the_command_hands_impl_to_target_and_drafter(monkeypatch):
     session = sample.Session(sample.Config(impl="torch", prompt="a"))
     assert session.model.impl == session.drafter.model.impl == "torch"
     with pytest.raises(ValueError, match="TRITON_INTERPRET"):
         sample.Session(sample.Config(impl="triton", device="cpu"))
-    monkeypatch.setattr(sample.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="bfloat16"):
+        sample.Session(sample.Config(impl="triton", device="cpu", dtype="bfloat16"))
+    monkeypatch.setattr(sample.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="package triton"):
         sample.Session(sample.Config(impl="triton", device="cpu"))
 

@@ -157,6 +157,12 @@ def test_output_and_caches_equal_the_reference_and_nothing_else_is_touched(shape
             assert (got.int() - true.int())[written].abs().max() <= 2
 
 
+def test_a_batch_without_rows_is_no_error():
+    case = make_case([(0, 3, 2, 0)]).part(rows=slice(0, 0))
+    for impl in ("torch", "triton"):
+        assert case.run(impl).shape == (0, 2, 1, 64)
+
+
 def test_every_element_of_the_output_is_written(monkeypatch):
     """Workspaces and outputs come filled with NaN: what a kernel leaves out would show."""
     case = make_case(ragged(5, (5, CHUNK + 1, 3 * CHUNK)), group=3, n_kv=2, head_dim=80)
@@ -280,6 +286,16 @@ def test_int8_is_off_by_at_most_half_a_step_and_never_nan():
     assert (off[normal] <= 0.5001 * scale[normal, None].double()).all() and off.isfinite().all()
     ties = torch.tensor([[127.0, 0.5, 1.5, -2.5]])  # scale 1: to the even neighbour
     assert kernels.quantise_kv_ref(ties)[0].tolist() == [[127, 0, 2, -2]]
+
+
+def test_a_cache_of_another_float_is_refused():
+    model = tiny_model(dtype=torch.float32)
+    del model.new_cache
+    for model.cache_dtype in (torch.bfloat16, torch.float64):
+        with pytest.raises(ValueError, match="cache_dtype is torch"):
+            generate(model, [[1, 2]], SamplingParams(1))
+    for model.cache_dtype in (None, torch.float32, torch.int8):
+        assert len(generate(model, [[1, 2]], SamplingParams(1))[0].tokens) == 1
 
 
 def test_an_int8_cache_has_scales_and_its_views_share_them():

@@ -185,6 +185,37 @@ def test_chosen_rows_are_those_of_the_whole_product():
     assert torch.equal(kernels.linear(x, weight, bias, norm, index=index, impl="triton"), whole[:, index])
 
 
+def spread(x):
+    """The same values with a gap behind each."""
+    return torch.stack((x, torch.full_like(x, 3)), -1)[..., 0]
+
+
+def test_vectors_may_have_gaps():
+    x, weight, bias, norm, activation, residual = operands(
+        3, 40, 24, torch.float32, "float", "layer", True, "gelu", True
+    )
+    index = torch.arange(23, -1, -1)
+    gaps = Norm(spread(norm.weight), spread(norm.bias), norm.eps)
+    dense = (x, weight, bias, norm, activation, residual, index)
+    wide = (spread(x), spread(weight), spread(bias), gaps, activation, spread(residual), spread(index))
+    assert torch.equal(kernels.linear(*wide, impl="triton"), kernels.linear(*dense, impl="triton"))
+    some = torch.tensor([1, 5, 7, 20])
+    ours, theirs = (
+        kernels.exit_confidence(x, weight, n, ids, impl="triton") for n, ids in ((gaps, spread(some)), (norm, some))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+@pytest.mark.parametrize("kind", CONFIDENCES)
+def test_an_exit_that_knows_one_token_is_sure(kind):
+    x, weight, *_ = operands(3, 40, 24, torch.float32)
+    for impl in ("torch", "triton"):
+        tokens, log_probs, confidence = kernels.exit_confidence(
+            x, weight, vocab=torch.tensor([7]), kind=kind, impl=impl
+        )
+        assert (tokens.tolist(), log_probs.tolist(), confidence.tolist()) == ([7] * 3, [0.0] * 3, [1.0] * 3)
+
+
 def test_training_goes_through_the_reference():
     arguments = operands(3, 64, 48, torch.float32, norm="layer", bias=True)
     x, weight, *rest = arguments

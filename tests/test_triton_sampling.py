@@ -118,6 +118,35 @@ def test_noise_at_both_ends_of_the_uniform(monkeypatch):
 # Kernels equal references
 
 
+def test_the_law_that_is_kept_is_float32_whatever_torch_makes_by_default():
+    logits, index = torch.randn(2, 37).bfloat16(), torch.arange(2)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        law = kernels.sample_token(logits, index, index, 0.7, keep_law=True, impl="triton")[2]
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(law, kernels.process_logits_ref(logits, 0.7))
+
+
+def test_vectors_may_have_gaps_or_be_one_number_for_all():
+    target, laws, drafts, *vectors = random_block(4, 3, 37, seed=5)
+    vectors[0] = torch.tensor([3, 1, 0, 2])
+    gaps = [torch.stack((x, x + 1), -1)[..., 0] for x in (drafts, *vectors)]
+    same(
+        kernels.accept_draft(target, laws, *gaps, **SAMPLED, impl="triton"),
+        kernels.accept_draft_ref(target, laws, *gaps, **SAMPLED),
+    )
+    seeds, index = torch.tensor([7]).expand(4), vectors[2]
+    ours, theirs = (
+        kernels.sample_token(target[:, 0], seeds, index, **SAMPLED, impl=impl) for impl in ("triton", "torch")
+    )
+    assert ours[0].tolist() == theirs[0].tolist()
+    bias = torch.randn(37, 2)[:, 0]
+    ours, theirs = (kernels.penalise(target, None, None, 1.0, bias, impl) for impl in ("triton", "torch"))
+    assert torch.allclose(ours, theirs)
+
+
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_kernel_equals_reference(law):
     """Drafted and one-hot, ragged, both rules, three dtypes, K = 0 .. 5: 64 sequences a law, no token differs."""
