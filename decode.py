@@ -242,7 +242,7 @@ class Sampler:
     def penalised(self, rows, logits: torch.Tensor, ahead: torch.Tensor | None = None) -> torch.Tensor:
         """Penalty and bias on logits (B, T, V); position t has seen the history and ahead[:, :t] (B, T-1)."""
         seen = None
-        if self.sampling.repetition_penalty != 1:
+        if self.seen is not None:
             news = [(row, token) for row in rows for token in self.histories[row][self.n_marked[row] :]]
             if news:
                 self.seen[tuple(torch.tensor(news, device=self.device).T)] = True
@@ -267,7 +267,7 @@ class Sampler:
         history = self.histories[row]
         at = torch.arange(first_index, first_index + len(logits), device=self.device)
         seen = None
-        if self.sampling.repetition_penalty != 1:
+        if self.seen is not None:
             seen = torch.zeros(logits.shape, dtype=torch.bool, device=self.device)
             for t in range(len(logits)):
                 seen[t, history[: first_index + t]] = True
@@ -281,11 +281,10 @@ class Sampler:
         Returns tokens (B,) and the law they were drawn from as processed logits (B, V), None where it is one-hot. Under the
         coupled rule the draft races with the noise that the target will use there.
         """
-        logits = _fit_vocabulary(logits.to(self.device), self.vocab_size)
+        logits = kernels.fit_vocabulary(logits.to(self.device), self.vocab_size)
         n_before = drafted.shape[1]
-        if self.sampling.repetition_penalty != 1 or self.bias is not None:
-            rows_of = logits[:, None].expand(-1, n_before + 1, -1)
-            logits = self.penalised(rows, rows_of, drafted)[:, -1]
+        if self.seen is not None or self.bias is not None:
+            logits = self.penalised(rows, logits[:, None].expand(-1, n_before + 1, -1), drafted)[:, -1]
         if self.sampling.temperature == 0:
             return logits.argmax(-1), None
         stream, rounds = (kernels.SAMPLE, None) if self.coupled else (kernels.DRAFT, self._rounds(rows))
@@ -299,7 +298,7 @@ class Sampler:
         """Judge drafts (B, K) on the target's logits (B, K+1, V): lists of tokens, n_accepted, log-probabilities per row."""
         logits = self.penalised(rows, logits, drafts)
         if draft_logits is not None:
-            draft_logits = _fit_vocabulary(draft_logits, self.vocab_size)
+            draft_logits = kernels.fit_vocabulary(draft_logits, self.vocab_size)
         tokens, n_accepted, log_probs = kernels.accept_draft(
             logits,
             draft_logits,
@@ -312,25 +311,13 @@ class Sampler:
             verify="coupled" if self.coupled else "rejection",
             impl=self.impl,
         )
-        n_accepted, log_probs = n_accepted.tolist(), log_probs.tolist()
-        for row, n, row_log_probs in zip(rows, n_accepted, log_probs):
-            for log_prob in row_log_probs[: n + 1]:
-                check_drawn(row, log_prob)
-        return tokens.tolist(), n_accepted, log_probs
+        return tokens.tolist(), n_accepted.tolist(), log_probs.tolist()
 
 
 def check_drawn(row: int, log_prob: float) -> None:
     """NaN, +inf and a law without a token all reach the log-probability of what was drawn."""
     if not math.isfinite(log_prob):
         raise ValueError(f"row {row}: the model's logits hold NaN or +inf, or allow no token; none can be drawn")
-
-
-def _fit_vocabulary(logits, vocab_size: int):
-    """Cut or pad the last dimension to vocab_size: models that pad one vocabulary differently still understand each other."""
-    missing = vocab_size - logits.shape[-1]
-    if missing > 0:
-        return torch.cat((logits, logits.new_full((*logits.shape[:-1], missing), -torch.inf)), -1)
-    return logits[..., :vocab_size] if missing < 0 else logits
 
 
 def pack(tokens: list[list[int]], starts: list[int], device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -460,7 +447,7 @@ class Batch:
     def judged(
         self, row: int, tokens: list[int], log_probs: list[float], n_accepted: int, n_drafted: int, layer_passes: int
     ) -> Block:
-        """The block of a round in which n_accepted of n_drafted tokens held, and one more was drawn."""
+        """The block of a round in which n_accepted of n_drafted tokens held, and one more was drawn; what follows is cut."""
         n = n_accepted + 1
         for log_prob in log_probs[:n]:
             check_drawn(row, log_prob)
@@ -522,9 +509,6 @@ class PlainStep:
     def commit(self, batch: Batch, rows: list[int], kept: list[list[int]]) -> None:
         pass
 
-    def finish(self, batch: Batch) -> None:
-        pass
-
 
 def plain_step(model: GPT, sampling: SamplingParams):
     """PlainStep, or where the device can go on alone its counterpart in rounds.py: the same tokens."""
@@ -559,7 +543,6 @@ def run_loop(
                         on_tokens(row, tokens)
                 step.commit(batch, rows, kept)
                 rows = [row for row in rows if batch.generations[row].finish_reason is None]
-            step.finish(batch)
     except KeyboardInterrupt:
         pass
     return batch.finish()

@@ -204,14 +204,9 @@ class EarlyExitStep:
         stats.audit_disagreed += sum(a != b for a, b in zip(full, emitted))
 
     def commit(self, batch: Batch, rows: list[int], kept: list[list[int]]) -> None:
-        pass
-
-    def finish(self, batch: Batch) -> None:
-        if not self.audit:
-            return
-        rows = [row for row in range(len(batch.tokens)) if self.depths.n_parked(row)]
-        if rows:
-            for row, x in zip(rows, self.depths.deepen(rows, [self.depths.nothing] * len(rows))):
+        ended = [row for row in rows if batch.generations[row].finish_reason and self.depths.n_parked(row)]
+        if self.audit and ended:
+            for row, x in zip(ended, self.depths.deepen(ended, [self.depths.nothing] * len(ended))):
                 self.judge(batch, row, x, len(batch.tokens[row]) - len(x))
                 batch.generations[row].stats.layer_passes += self.depths.take_passes(row)
 
@@ -321,9 +316,6 @@ class EarlyExitSegments:
         return [blocks[row] for row in rows]
 
     def commit(self, batch: Batch, rows: list[int], kept: list[list[int]]) -> None:
-        pass
-
-    def finish(self, batch: Batch) -> None:
         pass
 
 

@@ -167,7 +167,7 @@ def race(probs: torch.Tensor, seeds: torch.Tensor, index: torch.Tensor, stream: 
 def _uniform(seed, index, round):
     """accept_uniform on the device; index may be a block."""
     zero = index.to(tl.int32) * 0
-    word = tl.philox(seed, zero, index.to(tl.int32), zero + 2, zero + round.to(tl.int32))[0]
+    word = tl.philox(seed, zero, index.to(tl.int32), zero + 2, zero + round.to(tl.int32))[0]  # 2: ACCEPT
     u = (word >> 16).to(tl.float32) * 2.0**-16 + (word & 0xFFFF).to(tl.float32) * 2.0**-32
     return tl.minimum(u, 1.0 - 2.0**-24)
 
@@ -197,6 +197,12 @@ def _speed(seed, first_id, index, stream, round, BLOCK: tl.constexpr):
 
 def full_precision(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def fit_vocabulary(logits: torch.Tensor, n_vocab: int) -> torch.Tensor:
+    """Cut or pad the last dimension: models that pad one vocabulary differently still understand each other."""
+    missing = n_vocab - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :n_vocab]
 
 
 def penalise_ref(
@@ -229,10 +235,11 @@ def _penalise_kernel(
     x = tl.load(logits + sequence * batch_stride + slot * row_stride + ids, mask=ids < n_load, other=0.0).to(tl.float32)
     if seen is not None:
         known = tl.load(seen + sequence * n_vocab + ids, mask=inside, other=0) != 0
-        t = slot * 0
-        while t < slot:
-            known = known | (ids == tl.load(ahead + sequence * (n_slots - 1) + t))
-            t += 1
+        if ahead is not None:
+            t = slot * 0
+            while t < slot:
+                known = known | (ids == tl.load(ahead + sequence * (n_slots - 1) + t))
+                t += 1
         x = tl.where(known, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty), x)
     if bias is not None:
         x += tl.load(bias + ids, mask=inside, other=0.0).to(tl.float32)
@@ -510,12 +517,11 @@ def sample_token(
     """sample_token_ref; on the device it is accept_draft without drafts."""
     if not on_triton(impl, logits):
         return sample_token_ref(logits, seeds, index, temperature, top_k, top_p, min_p, stream, rounds, keep_law)
-    law, filters = None, (top_k, top_p, min_p)
+    law = None
     if keep_law and temperature > 0:
         law = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    tokens, _, log_probs = _judge(
-        logits[:, None], None, None, None, seeds, index, rounds, temperature, *filters, True, stream, None, law
-    )
+    noise, filters = (seeds, index, rounds), (temperature, top_k, top_p, min_p)
+    tokens, _, log_probs = _judge(logits[:, None], None, None, None, *noise, *filters, stream=stream, law=law)
     return tokens[:, 0], log_probs[:, 0], law
 
 
@@ -770,7 +776,8 @@ def _accept_kernel(
         accepted = (_uniform(seed, first + slots, round) * draft_prob < target_prob) & offered
         n = tl.min(tl.where(accepted, SLOTS, slots), 0).to(tl.int64)
         fell = n < drafted
-        stream, round = tl.where(fell, 3, 0), tl.where(fell, round, 0)  # the bonus is a plain token
+        # RESAMPLE, or SAMPLE: the bonus is a plain token
+        stream, round = tl.where(fell, 3, 0), tl.where(fell, round, 0)
         if block == 0:  # all slots but the one that is drawn
             others = (slots < n_slots) & (slots != n)
             tl.store(tokens + outs, tl.where(slots < n, proposed, -1), mask=others)
@@ -834,9 +841,13 @@ def _accept_kernel(
 
 
 def _judge(
-    target, draft, draft_tokens, n_drafted, seeds, index, rounds, temperature, top_k, top_p, min_p, own, stream, state, law
+    target, draft, draft_tokens, n_drafted, seeds, index, rounds, temperature, top_k, top_p, min_p,
+    own=True, stream=SAMPLE, state: RowState | None = None, law=None,
 ):  # fmt: skip
-    """Statistics, cuts where there are filters, then the decision and the race: two launches, three with filters."""
+    """Statistics, cuts where there are filters, then the decision and the race: two launches, three with filters.
+
+    own: a draft is accepted while it is the target's own token; else rejection. law (B, V): where to keep slot 0's law.
+    """
     n_rows, n_slots, n_vocab = target.shape
     device, greedy = target.device, temperature == 0
     draft = None if own or greedy else draft
@@ -906,7 +917,7 @@ def accept_draft(
     law = (temperature, top_k, top_p, min_p)
     if on_triton(impl, target_logits):
         own = verify == "coupled" or target_logits.shape[1] == 1  # no draft: a plain token
-        return _judge(*block, None if own else rounds, *law, own, SAMPLE, state, None)
+        return _judge(*block, None if own else rounds, *law, own=own, state=state)
     tokens, n_accepted, log_probs = accept_draft_ref(*block, rounds, *law, verify)
     if state is not None:
         tokens = commit_ref(state, tokens, n_accepted)
@@ -1074,7 +1085,8 @@ def exit_confidence(
 #
 #         in ->   |warp 0|warp 1|warp 2|warp 3|warp 0|warp 1|...
 #
-#     A row's bits depend on its own values and on the shape of weight, never on n: tiles always hold 16 rows.
+#     A row's bits depend on its own values and on the shape of weight, never on n up to MAX_LINEAR_ROWS: tiles always
+#     hold 16 rows.
 #     bytes: out * in * element size
 
 
@@ -1364,6 +1376,8 @@ def _operands(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, norm: Nor
     x = as_rows(x)
     n_rows, n_in = x.shape
     data, scale, offset = weight[:3] if isinstance(weight, QuantizedWeight) else (weight, None, None)
+    if data.shape[1] != (n_in if offset is None else -(-n_in // PACK) * (PACK // 4)):
+        raise ValueError(f"x has {n_in} inputs, the weight is {tuple(data.shape)} of {data.dtype}")
     norm = None if norm is None else Norm(*_dense(norm.weight, norm.bias), norm.eps)
     if offset is not None and norm is not None:  # inside, it would double the 4.1 operations per weight that int4 takes
         y, block = torch.empty(x.shape, dtype=x.dtype, device=x.device), triton.next_power_of_2(n_in)
@@ -1400,7 +1414,7 @@ def linear(
     rows, arguments = _operands(x, weight, norm)
     n_out = arguments["weight"].shape[0] if index is None else len(index)
     y = x.new_empty(*x.shape[:-1], n_out // 2 if activation == "swiglu" else n_out)
-    residual, (index, bias) = None if residual is None else as_rows(residual), _dense(index, bias)
+    residual, (index, bias) = None if residual is None else as_rows(residual.expand(y.shape)), _dense(index, bias)
     int4 = isinstance(weight, QuantizedWeight) and weight.bits == 4
     grid = (triton.cdiv(len(rows), 16), triton.cdiv(n_out, arguments["BN"]))  # neighbours share weights
     _linear_kernel[grid](
@@ -1610,9 +1624,8 @@ def _store_heads(x, cache, scales, at, real, D: tl.constexpr, BLOCK_D: tl.conste
         scale = tl.div_rn(tl.max(tl.abs(x), 1), 127.0)
         tl.store(scales + at, scale, mask=real)
         x = tl.div_rn(x, tl.where(scale == 0, 1.0, scale)[:, None])
-        x = (
-            x + 12582912.0
-        ) - 12582912.0  # 1.5 * 2^23: float32 has no bits left for fractions, so this rounds to nearest even
+        # 1.5 * 2^23: float32 has no bits left for fractions, so this rounds to nearest even
+        x = x + 12582912.0 - 12582912.0
     tl.store(cache + at[:, None] * D + d, x.to(cache.dtype.element_ty), mask=real[:, None] & (d < D))
 
 
@@ -1763,7 +1776,10 @@ def decode_attention(
     qkv, k_cache, v_cache, block_table, positions, n_head, cos=None, sin=None, scales=None, plans=None,
     impl: str = "auto",
 ):  # fmt: skip
-    """decode_attention_ref for up to MAX_ROWS new rows per sequence; outputs at padding are 0."""
+    """decode_attention_ref for up to MAX_ROWS new rows per sequence; outputs at padding are 0.
+
+    Positions must be below the cache's capacity: the device does not check, and would write into another row's pages.
+    """
     n_rows, n_new, _, head_dim = qkv.shape
     if n_new > MAX_ROWS or not on_triton(impl, qkv):
         return decode_attention_ref(qkv, k_cache, v_cache, block_table, positions, n_head, cos, sin, scales, plans)

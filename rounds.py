@@ -82,11 +82,10 @@ class Rounds:
         shared = drafting is not None and drafting.cache is batch.cache
         self.n_own_layers = drafting.n_layer if shared else 0  # of the target, that a draft runs
         n_rows, self.device = len(batch.tokens), batch.model.device
-        rooms = [0 if out.finish_reason else batch.room(row) for row, out in enumerate(batch.generations)]
         lengths = [len(tokens) for tokens in batch.tokens]
-        limits = [n + room for n, room in zip(lengths, rooms)]
+        rooms = [0 if out.finish_reason else batch.room(row) for row, out in enumerate(batch.generations)]
         last = [[0, *tokens][-2:] for tokens in batch.tokens]
-        columns = (lengths, limits, [0] * n_rows, last)
+        columns = (lengths, [n + room for n, room in zip(lengths, rooms)], [0] * n_rows, last)
         self.state = kernels.RowState(*(torch.tensor(column, device=self.device) for column in columns))
         self.k = torch.zeros(n_rows, dtype=torch.int64, device=self.device)  # drafts that each row asks for
         self.slots = torch.arange(kernels.MAX_ROWS, device=self.device)
@@ -96,7 +95,7 @@ class Rounds:
         pinned = self.device.type == "cuda"  # or the copy would wait for the round
         self.ring = [torch.empty(size, dtype=torch.float64, device="cpu", pin_memory=pinned) for _ in range(2)]
         self.n_launched = 0
-        self.flying: deque[tuple] = deque()  # rounds that were launched and not read: at most two
+        self.in_flight: deque[tuple] = deque()  # rounds that were launched and not read: at most two
 
     def prepare(self, width: int) -> None:
         """Capture the round of that width."""
@@ -110,20 +109,20 @@ class Rounds:
         """Start a round; the host does not wait."""
         self.prepare(width)
         result = self.graphs[width]()
-        slot = self.ring[self.n_launched % 2][: result.numel()].view_as(result)
-        slot.copy_(result, non_blocking=True)
+        landing = self.ring[self.n_launched % 2][: result.numel()].view_as(result)
+        landing.copy_(result, non_blocking=True)
         event = torch.cuda.Event() if self.device.type == "cuda" else None
         if event is not None:
             event.record()
-        self.flying.append((width, slot, event))
+        self.in_flight.append((width, landing, event))
         self.n_launched += 1
 
     def read(self) -> tuple[int, list[list[float]]]:
         """Wait for the oldest round in flight: its width and its results (see `round`)."""
-        width, slot, event = self.flying.popleft()
+        width, landing, event = self.in_flight.popleft()
         if event is not None:
             event.synchronize()
-        return width, slot.tolist()
+        return width, landing.tolist()
 
     def round(self, width: int) -> torch.Tensor:
         """Results (B, 2 * width + 4) float64: the new tokens, n_accepted, n_drafted, the tokens' log-probabilities.
@@ -141,13 +140,10 @@ class Rounds:
         slots = self.slots[: width + 1]
         at = torch.where(slots <= n_drafted[:, None], (lengths - 1)[:, None] + slots, -1)  # (B, width + 1)
         n_drafted = n_drafted.clamp(min=0)
-        drafts, laws, x, first = last[:, :0], None, None, 0
-        if width > 0:
-            drafts, laws, x = self.draft(width, at, n_drafted, lengths, rounds)
+        drafts, laws, x = self.draft(width, at, n_drafted) if width > 0 else (last[:, :0], None, None)
+        first = 0 if x is None else drafting.n_layer
         if x is None:
             x = model.embed(torch.cat((last[:, 1:], drafts), 1), at)  # (B, width + 1, C)
-        else:
-            first = drafting.n_layer
         x = model.run_layers(x, self.cache, at, first, model.config.n_layer)
         tokens, n_accepted, log_probs = kernels.accept_draft(
             model.logits(x), laws, drafts, n_drafted, self.sampler.seeds, lengths, rounds, **self.sampler.law,
@@ -155,7 +151,7 @@ class Rounds:
         )  # fmt: skip
         return torch.cat((tokens, n_accepted[:, None], n_drafted[:, None], log_probs.double()), 1)
 
-    def draft(self, width: int, at: torch.Tensor, n_drafted: torch.Tensor, lengths: torch.Tensor, rounds: torch.Tensor):
+    def draft(self, width: int, at: torch.Tensor, n_drafted: torch.Tensor):
         """Drafts (B, width), their processed logits (B, width, V) or None, parked rows (B, width + 1, C) or None.
 
         A model with its own cache begins with the last two committed tokens: after full acceptance it has not seen the last
@@ -163,8 +159,7 @@ class Rounds:
         """
         model, cache, n_layer, head, capacity = self.drafting
         coupled, shared = self.sampler.coupled, cache is self.cache
-        stream = kernels.SAMPLE if coupled else kernels.DRAFT
-        missing = self.model.config.vocab_size - model.config.vocab_size
+        stream, rounds = (kernels.SAMPLE, None) if coupled else (kernels.DRAFT, self.state.rounds)
         at = at if shared else at.masked_fill(at >= capacity, -1)
         tokens, laws, parked = [], [], []
         for j in range(width + 1 if shared else width):
@@ -175,12 +170,10 @@ class Rounds:
             parked.append(x)
             if j == width:
                 break
-            logits = model.logits(x[:, 0], *head)
-            if missing:  # models that pad one vocabulary differently
-                logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+            logits = kernels.fit_vocabulary(model.logits(x[:, 0], *head), self.model.config.vocab_size)
             token, _, law = kernels.sample_token(
-                logits, self.sampler.seeds, lengths + j, **self.sampler.law, stream=stream,
-                rounds=None if coupled else rounds, keep_law=True, impl=model.impl,
+                logits, self.sampler.seeds, self.state.lengths + j, **self.sampler.law, stream=stream, rounds=rounds,
+                keep_law=True, impl=model.impl,
             )  # fmt: skip
             tokens.append(torch.where(j < n_drafted, token, 0))  # behind them nothing was computed
             laws.append(law)
@@ -211,7 +204,7 @@ class RoundStep:
 
     def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
         began = time.perf_counter()
-        if not self.rounds.flying:
+        if not self.rounds.in_flight:
             self.launch(batch, rows, plain)
         if any(batch.room(row) > 1 for row in rows):  # else the round in flight ends them all, whatever it brings
             self.launch(batch, rows, plain)
@@ -232,6 +225,3 @@ class RoundStep:
         for row in rows:
             if batch.generations[row].finish_reason == "stop":  # the device knows of the other ends
                 self.rounds.state.limits[row].zero_()  # an assignment would copy from the host, and wait
-
-    def finish(self, batch: Batch) -> None:
-        pass

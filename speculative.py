@@ -79,7 +79,7 @@ class ModelDrafter:
         if len(live) == len(rows):
             return drafted, logits, n
         where = [i for i, k in enumerate(room) if k > 0]
-        return _spread(drafted, where, len(rows)), None if logits is None else _spread(logits, where, len(rows)), n
+        return *(None if x is None else _spread(x, where, len(rows)) for x in (drafted, logits)), n
 
     def commit(self, rows: list[int], tokens: list[list[int]], hidden) -> None:
         for row, new in zip(rows, tokens):
@@ -337,17 +337,13 @@ class SpeculativeStep:
         for i, row in enumerate(rows):  # drafts beyond a row's own k were run for nothing
             self.depths.crop(row, len(batch.tokens[row]) + n_drafted[i])
         if len(where) < len(rows):
-            tokens = _spread(tokens, where, len(rows))
-            logits = None if logits is None else _spread(logits, where, len(rows))
+            tokens, logits = (None if x is None else _spread(x, where, len(rows)) for x in (tokens, logits))
         return tokens, logits, n_drafted
 
     def commit(self, batch: Batch, rows: list[int], kept: list[list[int]]) -> None:
         for row in rows:
             self.depths.crop(row, len(batch.tokens[row]) - 1)
         self.drafter.commit(rows, kept, [x[: len(tokens)] for x, tokens in zip(self.hidden, kept)])
-
-    def finish(self, batch: Batch) -> None:
-        pass
 
 
 class SpeculativeRounds(RoundStep):
@@ -378,18 +374,20 @@ class SpeculativeRounds(RoundStep):
 
     def launch(self, batch: Batch, rows: list[int], plain: bool) -> None:
         asked = [0] * len(batch.tokens)
-        for row in rows:
-            asked[row] = 0 if plain else self.lengths.ask(row)
+        for row in () if plain else rows:
+            asked[row] = self.lengths.ask(row)
         width = max(asked)
         if width and self.behind:
-            if self.rounds.flying:  # it is not known yet what the drafter missed
+            if self.rounds.in_flight:  # it is not known yet what the drafter missed
                 return
             self.drafter.catch_up(rows)
         if width and asked != self.asked:
             self.asked = asked
             self.rounds.k.copy_(torch.tensor(asked), non_blocking=True)
         self.behind = self.apart and width == 0
-        self.rounds.launch(min(w for w in self.WIDTHS if w >= width) if width and self.draft_len == "auto" else width)
+        if width and self.draft_len == "auto":
+            width = min(w for w in self.WIDTHS if w >= width)
+        self.rounds.launch(width)
 
     def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
         blocks = super().__call__(batch, rows, plain)

@@ -12,6 +12,7 @@ from aot import NVIDIA, Case, Need, events
 from kernels import (
     Norm,
     QuantizedWeight,
+    RowState,
     accept_draft,
     decode_attention,
     exit_confidence,
@@ -96,8 +97,10 @@ def sample(temperature: float = 0.8, **more) -> None:
 
 
 def accept(drafted=5, temperature=0.8, draft=True, vocab=V, dtype=F32, **more):
+    """As in a round on the device, which commits."""
     target, laws = logits(2, drafted + 1, vocab=vocab, dtype=dtype), logits(2, drafted, vocab=vocab) if draft else None
-    accept_draft(target, laws, ints(2, drafted), *(ints(2) for _ in range(4)), temperature, impl="triton", **more)
+    more |= {"state": RowState(ints(2), ints(2), ints(2), ints(2, 2)), "impl": "triton"}
+    accept_draft(target, laws, ints(2, drafted), *(ints(2) for _ in range(4)), temperature, **more)
 
 
 def product(weight, rows: int = 6, call=linear, **more) -> None:
@@ -155,6 +158,7 @@ CASES = {
     "accept bf16, greedy": Case(lambda: accept(dtype=BF16, temperature=0, draft=False), **ROWS),
     "accept, one-hot drafts, GPT-2": Case(lambda: accept(vocab=50257, draft=False), **ROWS),
     "penalise": Case(lambda: penalise(logits(2, 6), **SEEN, impl="triton")),
+    "penalise, no drafts": Case(lambda: penalise(logits(2, 1), **SEEN | {"ahead": None}, impl="triton")),
     "exit bf16": Case(lambda: confidence(t(V, 4096)), **EXIT),
     "exit int8, reduced vocabulary": Case(lambda: confidence(w8(V, 4096), vocab=ints(32768)), **EXIT),
 }

@@ -57,18 +57,14 @@ def test_planted_faults_are_found_and_sound_kernels_pass(sample, target):
     assert not {"scale", "dot", "ticket"} & faults.keys()
     assert faults["unaligned"] == ["no 16-byte load"]
     assert faults["no tensor cores"] == ["no tensor-core instruction"]
-    assert [x.split()[0] for x in faults["greedy"]] == [
-        "registers",
-        "code_bytes",
-        *["ops_per_weight"] * (target != "gfx942"),
-    ]
+    over = ["registers", "code_bytes"] + ["ops_per_weight"] * (target != "gfx942")
+    assert [x.split()[0] for x in faults["greedy"]] == over
     assert faults["another kernel"] == ["_dot_kernel is not launched"]
     assert faults["the reference"] == ["any kernel is not launched"]
     assert faults["raises"][0].startswith("RuntimeError") and "70000" in faults["wide grid"][0]
     if target == "sm_90":
-        assert [x.split()[0] for x in faults["spilling"]] == ["stack", "spill"] and faults["wrong order"] == [
-            "complaint"
-        ]
+        assert [x.split()[0] for x in faults["spilling"]] == ["stack", "spill"]
+        assert faults["wrong order"] == ["complaint"]
         assert "large" not in faults
     else:  # the same launch, on a target with less shared memory than the 144 KB that it takes
         assert faults["large"] == [f"shared {144 << 10}, at most {TARGETS[target].shared}"]
@@ -78,12 +74,8 @@ def test_planted_faults_are_found_and_sound_kernels_pass(sample, target):
 def test_figures_describe_the_machine_code(sample, target):
     dot = sample[target]["figures"]["dot / _dot_kernel"]
     assert dot["tensor"] > 0 and dot["load_128"] > 0 and dot["barrier"] > 0 and dot["shared"] > 0
-    assert (
-        1 < dot["ops_per_weight"] < 5
-        and 16 < dot["hot_loop"] < dot["instructions"]
-        and dot["warps"] == 4
-        and dot["stages"] == 3
-    )
+    assert 1 < dot["ops_per_weight"] < 5 and 16 < dot["hot_loop"] < dot["instructions"]
+    assert (dot["warps"], dot["stages"]) == (4, 3)
     scale = sample[target]["figures"]["scale / _scale_kernel"]
     assert scale["hot_loop"] == scale["tensor"] == scale["shared"] == scale["load_32"] == 0  # no loop, one wide stream
     narrow = sample[target]["figures"]["unaligned / _scale_kernel"]
@@ -101,12 +93,8 @@ def test_drift_beyond_a_tenth_and_missing_cases_are_found(sample):
     now["dot / _dot_kernel"]["registers"] *= 1.1
     now["scale / _scale_kernel"]["load_128"] = 0
     now["new"] = now.pop("large / _dot_kernel")
-    assert [x.split(":")[0] for x in drift(now, stored)] == [
-        "dot / _dot_kernel",
-        "large / _dot_kernel",
-        "new",
-        "scale / _scale_kernel",
-    ]
+    moved = ["dot / _dot_kernel", "large / _dot_kernel", "new", "scale / _scale_kernel"]
+    assert [x.split(":")[0] for x in drift(now, stored)] == moved
 
 
 def test_the_hot_loop_is_the_largest_without_another_inside_or_the_one_with_tensor_cores():

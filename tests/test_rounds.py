@@ -131,12 +131,8 @@ def test_a_drafter_may_be_shorter_and_padded_otherwise():
 def test_the_target_as_its_own_drafter_accepts_everything():
     model, n = tiny_model(block_size=128), 100
     for width in range(1, 9):
-        for out in run_loop(
-            model,
-            PROMPTS[:2],
-            SamplingParams(n, temperature=0.0),
-            both(lambda: ModelDrafter(model), width, "rejection")[1],
-        ):
+        step = SpeculativeRounds(ModelDrafter(model), width, "rejection")
+        for out in run_loop(model, PROMPTS[:2], SamplingParams(n, temperature=0.0), step):
             assert out.stats.corrected == 0 and out.stats.rounds == -(-n // (width + 1))
 
 
@@ -557,16 +553,6 @@ def test_a_layer_is_six_launches_and_nothing_else(watch, arch, width):
     with watch() as memory, on_device() as mode:
         model.blocks[0](x, 0, at)
     assert len(memory.launches) == 6
-    views = {
-        "view",
-        "_unsafe_view",
-        "unflatten",
-        "slice",
-        "select",
-        "empty",
-        "new_empty",
-        "empty_strided",
-        "as_strided",
-    }
-    views |= {"t", "transpose", "detach", "flatten", "reshape", "contiguous", "expand"}  # a copy would be a clone
-    assert {name for name, *_ in mode.operations} <= views
+    views = "view _unsafe_view unflatten slice select t transpose detach flatten reshape contiguous expand as_strided"
+    workspaces = "empty new_empty empty_strided"  # a copy would be a clone
+    assert {name for name, *_ in mode.operations} <= {*views.split(), *workspaces.split()}

@@ -176,9 +176,7 @@ def test_every_element_of_the_output_is_written(monkeypatch):
     assert error(case.run(), expected(case)) < LIMITS[torch.float32]
 
 
-@pytest.mark.parametrize(
-    "group", [1, 4, 8]
-)  # 8: five tokens fill two tiles, and their keys come in a launch of their own
+@pytest.mark.parametrize("group", [1, 4, 8])  # 8: five tokens fill two tiles, their keys come in a launch of their own
 @pytest.mark.parametrize("kind", [*DTYPES, torch.int8], ids=str)
 def test_a_row_has_the_same_bits_whatever_rides_along(kind, group):
     """Five tokens at once, one by one, alone or in a batch, in a small or a large cache: the block crosses a chunk's edge."""
@@ -324,15 +322,10 @@ def test_greedy_speculation_equals_plain_decoding_with_int8_caches(arch, dtype):
     model.cache_dtype = weak.cache_dtype = torch.int8
     outs = generate(model, prompts, sampling)
     plain = [out.tokens for out in outs]
-    assert (
-        max(abs(a - b) for out, logprobs in zip(outs, own) for a, b in zip(out.logprobs, logprobs)) > 1e-4
-    )  # it rounds
+    off = [abs(a - b) for out, logprobs in zip(outs, own) for a, b in zip(out.logprobs, logprobs)]
+    assert max(off) > 1e-4  # it rounds
     for drafter in (ModelDrafter(weak), ExitDrafter(model, 2)):
         for verify in ("rejection", "coupled"):
             outs = speculative_generate(model, drafter, prompts, sampling, 4, verify)
             assert [out.tokens for out in outs] == plain
             assert sum(out.stats.accepted for out in outs) > 0
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Machine code

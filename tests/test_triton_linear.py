@@ -2,11 +2,10 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from helpers import tiny_model
-from interpreter import InterpreterBuilder, TensorHandle, shuffled, tl, watch
+from interpreter import shuffled, watch
 
 import kernels
 from kernels import CONFIDENCES, Norm, QuantizedWeight
@@ -22,20 +21,6 @@ CALLS = {  # what the layers of the two architectures ask for
     "RMSNorm": {"norm": "rms"},
 }
 SIZES = [(1, 64, 48), (2, 80, 100), (5, 960, 96), (16, 1600, 34), (17, 24, 258), (40, 129, 66), (64, 64, 16)]
-
-
-@pytest.fixture(autouse=True)
-def products_in_float64(monkeypatch):
-    """NumPy's float32 product rounds a row differently when it stands elsewhere in the tile; a tensor core does not."""
-
-    def wide(x):
-        bits = x.data.astype(np.uint32) << 16 if x.dtype == tl.bfloat16 else None
-        return (x.data if bits is None else bits.view(np.float32)).astype(np.float64)
-
-    def dot(self, a, b, total, *options):
-        return TensorHandle((np.matmul(wide(a), wide(b)) + total.data).astype(np.float32), tl.float32)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 def rand(*shape, dtype, scale=1.0, shift=0.0):
@@ -259,6 +244,11 @@ def test_shapes_are_kept_and_unknown_activations_refused():
     assert torch.allclose(got, kernels.linear_ref(x, weight).view(2, 3, 16).transpose(0, 1), atol=1e-6)
     with pytest.raises(ValueError, match="activation is 'relu': choose None, gelu, swiglu"):
         kernels.linear(x, weight, activation="relu", impl="triton")
+    with pytest.raises(ValueError, match="x has 31 inputs, the weight is \\(16, 32\\)"):
+        kernels.linear(x[:, :31], weight, impl="triton")
+    row = torch.randn(16)  # a residual is broadcast, as in the reference
+    got = kernels.linear(x, weight, residual=row, impl="triton")
+    assert torch.allclose(got, kernels.linear_ref(x, weight) + row, atol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

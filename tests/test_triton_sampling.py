@@ -13,7 +13,7 @@ import triton.language as tl
 from interpreter import interpreted, shuffled, watch
 
 import kernels
-from kernels import ACCEPT, DRAFT, RESAMPLE, SAMPLE
+from kernels import DRAFT, RESAMPLE, SAMPLE
 
 LAWS = [
     {"temperature": 0},
@@ -194,15 +194,10 @@ def test_commit_equals_reference():
         for n_slots, verify in ((0, "rejection"), (3, "rejection"), (3, "coupled")):
             block = random_block(6, n_slots, 40, 70 + trial, law)
             lengths, dead = torch.arange(5, 11), torch.tensor([False, True, False, False, True, False])
-            states = []
-            results = []
+            states, results = [], []
             for impl in ("torch", "triton"):
-                state = kernels.RowState(
-                    lengths.clone(),
-                    lengths + torch.where(dead, 0, 7),
-                    block[6].clone(),
-                    lengths[:, None] + torch.arange(2),
-                )
+                limits, last = lengths + torch.where(dead, 0, 7), lengths[:, None] + torch.arange(2)
+                state = kernels.RowState(lengths.clone(), limits, block[6].clone(), last)
                 target = block[0].clone()
                 if impl == "triton":
                     target[dead] = torch.nan
@@ -535,7 +530,3 @@ def test_twin_draws_from_the_target():
 def test_wrong_rules_are_noticed(wrong):
     """What this cannot notice: `<=` for `<`, whose effect is 2^-32 of a draw, and a q rounded to bfloat16 (the implied law does)."""
     assert min(round_p_values(60_000, **wrong).values()) < 1e-6
-
-
-def test_streams_are_distinct():
-    assert len({SAMPLE, DRAFT, ACCEPT, RESAMPLE}) == 4
