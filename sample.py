@@ -228,7 +228,7 @@ class Shown:
     """A step that tells what is committed together with its sources, which on_tokens does not carry."""
 
     def __init__(self, step, show):
-        self.step, self.show, self.start, self.finish = step, show, step.start, step.finish
+        self.step, self.show, self.start = step, show, step.start
         self.coupled = getattr(step, "coupled", False)
 
     def __call__(self, batch, rows, plain):
