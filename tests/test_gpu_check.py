@@ -46,10 +46,12 @@ def test_every_section_runs(monkeypatch):
     monkeypatch.setattr(gpu_check, "replay_seconds", lambda calls: [call() for call in calls] and 1e-6)
     monkeypatch.setattr(gpu_check, "rotations", lambda n_bytes: 2)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    rows = gpu_check.check_speed("cpu", contexts=(96,), copied=1024)
-    assert sum("attention" in name for name in rows) == 6 and sum("loop" in name for name in rows) == 4
-    assert all("torch.compile" in row["others_us"] for name, row in rows.items() if "plain step" in name)
-    assert len(gpu_check.table("speed", rows)) == len(rows) + 1
+    rows = gpu_check.check_kernels("cpu", contexts=(96,), copied=1024)
+    assert sum("attention" in name for name in rows) == 6 and sum("head" in name for name in rows) == 2 * (6 + 1)
+    steps = gpu_check.check_steps("cpu", context=64, copied=1024)
+    assert sum("loop" in name for name in steps) == 4
+    assert all("torch.compile" in row["others_us"] for name, row in steps.items() if "plain step" in name)
+    assert len(gpu_check.table("kernels", rows)) == len(rows) + 1
 
 
 @torch.inference_mode()
@@ -57,7 +59,7 @@ def test_rounds_and_rows_are_compared(monkeypatch):
     tiny = {name: config for name, config in gpu_check.tiny_configs().items() if name == "llama"}
     monkeypatch.setattr(gpu_check, "tiny_configs", lambda: tiny)
     rows = gpu_check.check_rounds("cpu", impl="torch", n_new=6)
-    assert len(rows) == 2 + 2 * 2 * 4 * 2 and all(row["ok"] for row in rows.values())
+    assert len(rows) == 2 + 2 * 2 * 2 * 2 and all(row["ok"] for row in rows.values())
 
 
 def test_without_a_gpu_it_is_one_line():
@@ -67,3 +69,8 @@ def test_without_a_gpu_it_is_one_line():
         [sys.executable, gpu_check.__file__, "--only", "x"], capture_output=True, text=True, check=False
     )
     assert wrong.returncode == 2 and "'x'" in wrong.stderr
+
+
+def test_a_section_that_breaks_is_reported_and_ends_nothing_else():
+    assert gpu_check.apart("law", 60) == {"the section broke off": {"ok": False}} or torch.cuda.is_available()
+    assert gpu_check.apart("law", 0) == {"the time was up": {"ok": None}}
