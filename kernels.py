@@ -1078,7 +1078,7 @@ def exit_confidence(
 # ----------------------------------------------------------------------------------------------------------------------
 # linear: a product with the few rows of a decode or verify step
 #
-#     norm(x) (n, in)    weight (out, in)   read once, whatever n: a step of n rows should cost what one row costs
+#     norm(x) (n, in)    weight (out, in)   read once per 16 rows: a step of few rows should cost what one row costs
 #
 #     one program      weight[16 or 32 rows, all of in] x 16 rows of x; each warp takes its own slice of in, so that
 #                      nothing is converted or normalised twice, and the slices are added in a fixed order
@@ -1304,6 +1304,7 @@ def _linear_kernel(
     N_IN: tl.constexpr, N_OUT: tl.constexpr, ACTIVATION: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid (tiles of 16 rows, blocks of BN outputs). GROUP: weights of an int4 scale."""
     _wait(PDL)
     row = tl.program_id(0) * 16 + tl.arange(0, 16)
     live = row < n_rows
@@ -1371,7 +1372,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 def _operands(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, norm: Norm | None):
     """Rows (n, in) and what else a product's launch needs. Tiles follow from dtypes and the weight's shape, never from n.
 
-    24 KB of weights in flight per SM hide the memory's latency at 4 TB/s; shared memory stays below 64 KB, AMD's limit.
+    By Little's law 24 KB of weights in flight per SM hide the memory's latency at 4 TB/s (not measured yet); shared memory stays below 64 KB, AMD's limit.
     """
     x = as_rows(x)
     n_rows, n_in = x.shape
@@ -1429,9 +1430,14 @@ def linear(
 # decode_attention: rotary embedding, cache append and attention of T new rows
 #
 #     positions of a row   0 1 2 3 4 5 6 7 8           block_table[row]   page 4, page 1, ...
-#     cache                [ . . . . . . ] n n n       the new rows are written first, then row t sees 0 .. its own
-#     row t = 0            x x x x x x x               position; slots behind it may hold anything, NaN included, and
-#     row t = 1            x x x x x x x x             are never read: a mask would turn NaN into 0 * NaN
+#     cache                [ . . . . . . ] n n n
+#     token t = 0          x x x x x x x
+#     token t = 1          x x x x x x x x
+#     token t = 2          x x x x x x x x x
+#
+# New keys are written first; token t then sees positions 0 .. its own. Slots behind the length are never loaded: they may hold
+# NaN, and a mask behind the load would make 0 * NaN of it.
+#
 #     chunks of CHUNK keys  |---- 0 ----|---- 1 ----|-- 2 -      one program per chunk and kv head: its queries are the T new
 #                           (out, lse)  (out, lse)  (out, lse)   rows of the group's heads. Then one program per row and head
 #                                `-----------+-----------`       merges the chunks that the row sees
@@ -1439,7 +1445,7 @@ def linear(
 #     or 32 (H > G); further tiles find them in the L2, and the append is a launch before. Partial outputs: 8 * (D + 1) per
 #     query row and chunk (6% of K and V at T = 1, H = 4 G, D = 128, bfloat16)
 #
-# A row's bits depend on its position and what it sees, not on what rides along: CHUNK is a constant, key tiles start at
+# A token's bits depend on its position and what it sees, not on what else is in the batch: CHUNK is a constant, key tiles start at
 # multiples of BLOCK_N, the tile's height does not depend on T, and tiles that a row does not see leave it as it is.
 #
 # int8 K and V: one scale per token and kv head, (n_pages, page_size, G) float32; x is about scale * n, n in -127 .. 127.
@@ -1637,6 +1643,7 @@ def _attention_kernel(
     CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid (chunks, B * G, tiles of query rows)."""
     _wait(PDL)
     row = tl.program_id(1).to(tl.int64) // G
     g = tl.program_id(1) % G
@@ -1710,6 +1717,7 @@ def _merge_kernel(
     partial, partial_lse, positions, out, n_new, n_chunks, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid (B * T, H)."""
     _wait(PDL)
     _launch_next(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -1744,6 +1752,7 @@ def _append_kernel(
     k_stride: tl.constexpr, v_stride: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid (B, G)."""
     _wait(PDL)
     _launch_next(PDL)
     row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -1,7 +1,7 @@
 """A whole round on the device: launches on static buffers that a CUDA graph replays, with the host one round ahead.
 
     device   | round 0            | round 1            | round 2            |     state in, state out: kernels.RowState
-             draft verify accept `-> slot 0           `-> slot 1           `-> slot 0
+             draft verify accept `-> buffer 0         `-> buffer 1         `-> buffer 0
     host     launch 0, launch 1 .. read 0, commit, launch 2 .. read 1, commit, launch 3 ..
 
 Inside a round nothing waits for the host and no shape depends on data: lengths, limits and the number of drafts are tensors,
@@ -145,6 +145,7 @@ class Rounds:
         if x is None:
             x = model.embed(torch.cat((last[:, 1:], drafts), 1), at)  # (B, width + 1, C)
         x = model.run_layers(x, self.cache, at, first, model.config.n_layer)
+        # advances self.state
         tokens, n_accepted, log_probs = kernels.accept_draft(
             model.logits(x), laws, drafts, n_drafted, self.sampler.seeds, lengths, rounds, **self.sampler.law,
             verify="coupled" if self.sampler.coupled else "rejection", state=self.state, impl=model.impl,
@@ -182,7 +183,8 @@ class Rounds:
 
 
 class RoundStep:
-    """A step of run_loop whose rounds the device runs by itself; this one's are plain.
+    """A step of run_loop whose rounds the device runs by itself; this one's are plain. Others say in `begin` what to capture
+    and in `launch` how wide the next round is: see SpeculativeRounds.
 
     The kill switch acts on the round that is launched next, not on the one in flight. Graphs are captured with the prompt's
     reading and on its clock; a round's time, whose parts no host sees, counts as verify_seconds.
@@ -212,8 +214,8 @@ class RoundStep:
         n, blocks = self.width + 1, []
         for row in rows:
             tokens, (n_accepted, n_drafted) = map(int, results[row][:n]), map(int, results[row][n : n + 2])
-            passes = batch.model.config.n_layer + n_drafted * self.rounds.n_own_layers
-            blocks.append(batch.judged(row, list(tokens), results[row][n + 2 :], n_accepted, n_drafted, passes))
+            layer_passes = batch.model.config.n_layer + n_drafted * self.rounds.n_own_layers
+            blocks.append(batch.judged(row, list(tokens), results[row][n + 2 :], n_accepted, n_drafted, layer_passes))
         for row in rows:
             batch.generations[row].stats.verify_seconds += time.perf_counter() - began
         return blocks
