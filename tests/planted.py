@@ -93,6 +93,7 @@ def main() -> int:
     parser.add_argument("--out", default="", help="file for the result")
     flags = parser.parse_args()
     from bench import environment
+    from checkpoint import write_atomically
 
     if not any(flags.only in bug.name for bug in BUGS):
         parser.error(f"--only {flags.only}: no bug of that name")
@@ -109,7 +110,8 @@ def main() -> int:
             flush=True,
         )
     if flags.out:
-        Path(flags.out).write_text(json.dumps(environment() | {"rows": rows}, indent=1) + "\n")
+        result = json.dumps(environment() | {"rows": rows}, indent=1) + "\n"
+        write_atomically(flags.out, lambda p: p.write_text(result))
     return 0 if all(row["caught"] for row in rows) else 1
 
 
