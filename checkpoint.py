@@ -13,6 +13,7 @@ Whatever is wrong with a file is one ValueError that names the file and the fiel
 import argparse
 import base64
 import dataclasses
+import hashlib
 import json
 import os
 import pickle
@@ -26,8 +27,9 @@ import tiktoken
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
-from model import GPT, GPTConfig
+from model import GPT, ExitHead, GPTConfig
 
 BUNDLED = Path(__file__).resolve().parent / "checkpoints"
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -94,6 +96,72 @@ def save_checkpoint(path: str | Path, model: GPT, tokenizer: Tokenizer | None = 
     write_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(described, indent=1) + "\n"))
 
 
+# -------------------------------------------------------------------------------- exit heads for someone else's model
+#
+# A folder of two files: config.json ("format": "nanospec-heads", the fields below, the target's fingerprint) and
+# heads.safetensors. The backbone stays where it is: heads of a few megabytes need not carry it along.
+
+HEAD_FIELDS = ("exit_layers", "exit_vocab", "exit_adapters")
+
+
+def sample_of(weight: torch.Tensor) -> torch.Tensor:
+    """The first 256 numbers of four rows of a weight (rows, ...), float32."""
+    rows = [i * len(weight) // 4 for i in range(4)]
+    return weight[rows].flatten(1)[:, :256].float() if weight.ndim > 1 else weight[:256].float()
+
+
+def fingerprint(samples: dict[str, torch.Tensor]) -> str:
+    """Of the backbone (name: sample_of its weight as the file states it), whatever dtype or quantisation it is loaded in."""
+    digest = hashlib.sha256()
+    for name in sorted(samples):
+        digest.update(f"{name} {tuple(samples[name].shape)}".encode())
+        digest.update(samples[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def fingerprint_of(model: GPT) -> str:
+    """The file's where the model was loaded, else that of its weights as they are."""
+    if model.fingerprint is not None:
+        return model.fingerprint
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("exits.")}
+    return fingerprint({name: sample_of(tensor.detach().cpu()) for name, tensor in state.items()})
+
+
+def save_heads(path: str | Path, model: GPT, meta: dict | None = None) -> None:
+    """Write the exit heads of a model, in their dtype, and whose they are; meta: anything json can hold."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    described = {"format": "nanospec-heads", **{name: getattr(model.config, name) for name in HEAD_FIELDS}}
+    described |= {"target": fingerprint_of(model), "meta": meta or {}}
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.exits.state_dict().items()}
+    write_atomically(folder / "heads.safetensors", lambda p: save_file(state, p))
+    write_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(described, indent=1) + "\n"))
+
+
+def load_heads(model: GPT, path: str | Path) -> dict:
+    """Give a loaded model the exit heads of a folder, in place of its own; returns their meta.
+
+    ValueError where they were trained for other weights, and for files that are broken.
+    """
+    folder = Path(path)
+    file, described = folder / "config.json", read_json(folder / "config.json")
+    if described.get("format") != "nanospec-heads":
+        raise ValueError(f"{file}: format is {described.get('format')!r}, not nanospec-heads: no exit heads")
+    if described.get("target") != fingerprint_of(model):
+        raise ValueError(f"{folder}: these exit heads were trained for another model; train some with --stage exits")
+    shape = dataclasses.asdict(model.config) | {name: described.get(name) for name in HEAD_FIELDS}
+    config = make_config(file, shape | {name: shape[name] or () for name in HEAD_FIELDS if name != "exit_vocab"})
+    device, dtype = model.device, model.dtype
+    heads = nn.ModuleDict({str(layer): ExitHead(config) for layer in config.exit_layers}).to(device, dtype)
+    with ExitStack() as files:
+        heads.load_state_dict(
+            assemble(folder / "heads.safetensors", heads, None, open_safetensors(folder, files, "heads"))
+        )
+    model.config, model.exits = config, heads.eval()
+    model.exit_vocab = None if config.exit_vocab is None else torch.tensor(config.exit_vocab, device=device)
+    return described.get("meta", {})
+
+
 # ------------------------------------------------------------------------------------------------------ reading
 
 
@@ -124,7 +192,10 @@ def load_checkpoint(name_or_path, device="auto", dtype="auto", quantize=None) ->
         except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
             kind, text = type(error).__name__, str(error).splitlines()[0]
             raise ValueError(f"{path}: cannot build the model of its config: {kind} {text}") from None
-        model.load_state_dict(assemble(path, model, sources, tensors))
+        state = assemble(path / "model.safetensors" if path.is_dir() else path, model, sources, tensors)
+        model.load_state_dict(state)
+        backbone = {name: sample_of(weight) for name, weight in state.items() if not name.startswith("exits.")}
+        model.fingerprint = fingerprint(backbone)
     return model.to(device=device).eval(), tokenizer
 
 
@@ -342,10 +413,10 @@ def foreign_names(config: GPTConfig, conv1d: bool) -> dict[str, tuple[tuple[str,
     return {ours: ((theirs,), False) for ours, theirs in tops.items()} | layers | output
 
 
-def open_safetensors(folder: Path, files: ExitStack) -> dict:
+def open_safetensors(folder: Path, files: ExitStack, stem: str = "model") -> dict:
     """{name: function that reads that tensor} over model.safetensors, or over the shards that its index lists."""
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
+    index = folder / f"{stem}.safetensors.index.json"
+    names = [f"{stem}.safetensors"]
     if index.exists():
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
@@ -367,12 +438,12 @@ def open_safetensors(folder: Path, files: ExitStack) -> dict:
     return tensors
 
 
-def assemble(path: Path, model: GPT, sources: dict | None, tensors: dict) -> dict[str, torch.Tensor]:
+def assemble(file: Path, model: nn.Module, sources: dict | None, tensors: dict) -> dict[str, torch.Tensor]:
     """The complete state of the model, or a ValueError: nothing is loaded before every tensor is there and fits.
 
     sources: from foreign_names; None for our own format, where a tensor too many is an error as well.
     """
-    file, state = path / "model.safetensors" if path.is_dir() else path, model.state_dict()
+    state = model.state_dict()
     if sources is None:
         sources = {name: ((name,), False) for name in state}
         if set(tensors) - set(state):

@@ -226,6 +226,7 @@ class GPT(nn.Module):
         self.config = config
         self.impl = "auto"  # kernels or references: kernels.IMPLEMENTATIONS
         self.cache_dtype: torch.dtype | None = None  # torch.int8 for instance; the model's own when None
+        self.fingerprint: str | None = None  # of the file that the backbone came from: checkpoint.fingerprint
         self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.position_embedding = nn.Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))

@@ -13,7 +13,16 @@ from helpers import tiny_model
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-from checkpoint import Tokenizer, flag, load_checkpoint, parse_flags, save_checkpoint, write_atomically
+from checkpoint import (
+    Tokenizer,
+    flag,
+    load_checkpoint,
+    load_heads,
+    parse_flags,
+    save_checkpoint,
+    save_heads,
+    write_atomically,
+)
 from model import GPT, GPTConfig
 
 DATA = Path(__file__).parent / "data"
@@ -210,6 +219,84 @@ def test_names_of_bundled_models_resolve_beside_the_script(tmp_path, monkeypatch
     with pytest.raises(ValueError, match="stdlib-draft") as error:
         load_checkpoint("stdlib-draft")
     one_line(error)
+
+
+# ------------------------------------------------------------------------------- exit heads for someone else's model
+
+
+def with_heads(path, **changes):
+    """gpt2-tiny with random exit heads: the model, and the folder that holds only them."""
+    bare = load_checkpoint(DATA / "gpt2-tiny")[0]
+    torch.manual_seed(1)
+    shape = {"exit_layers": (1, 3), "exit_adapters": ("exit", "draft"), "exit_vocab": (1, 5, 77)} | changes
+    model = GPT(dataclasses.replace(bare.config, **shape))
+    model.load_state_dict(bare.state_dict(), strict=False)
+    for parameter in model.exits.parameters():
+        parameter.data.normal_(0, 0.3)
+    save_heads(path, model, {"note": "x"})
+    return model, path
+
+
+@pytest.mark.parametrize("changes", [{}, {"exit_vocab": None, "exit_adapters": ()}])
+def test_heads_saved_beside_a_model_give_the_same_exits_again(tmp_path, changes):
+    trained, path = with_heads(tmp_path / "heads", **changes)
+    model = load_checkpoint(DATA / "gpt2-tiny")[0]
+    assert load_heads(model, path) == {"note": "x"}
+    assert model.config == trained.config
+    x = torch.randn(2, 3, model.config.n_embd, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for layer in (1, 3):
+            for adapter in ("exit", "draft"):
+                assert torch.equal(model.logits(x, layer, adapter), trained.logits(x, layer, adapter))
+            assert torch.equal(model.exit_confidence(x[0], layer)[2], trained.exit_confidence(x[0], layer)[2])
+        assert torch.equal(model.logits(x), trained.logits(x))
+
+
+def test_heads_fit_their_own_backbone_in_any_dtype_and_no_other(tmp_path):
+    path = with_heads(tmp_path / "heads")[1]
+    half = load_checkpoint(DATA / "gpt2-tiny", dtype="bfloat16")[0]
+    load_heads(half, path)
+    assert next(half.exits.parameters()).dtype == torch.bfloat16
+    save_checkpoint(tmp_path / "whole", load_checkpoint(DATA / "gpt2-tiny")[0])  # the same weights in another format
+    load_heads(load_checkpoint(tmp_path / "whole")[0], path)
+    tensors = load_file(DATA / "gpt2-tiny" / "model.safetensors")
+    rewritten(DATA / "gpt2-tiny", tmp_path / "other")
+    changed = next(name for name in tensors if name.endswith("h.2.mlp.c_fc.weight"))
+    edit_tensors(tmp_path / "other" / "model.safetensors", lambda t: t.update({changed: t[changed] + 1e-3}))
+    for other in (load_checkpoint(tmp_path / "other")[0], load_checkpoint(DATA / "llama-gqa-tiny")[0]):
+        before = other.config
+        with pytest.raises(ValueError, match="another model") as error:
+            load_heads(other, path)
+        one_line(error)
+        assert other.config == before
+
+
+BROKEN_HEADS = {
+    "no folder": (lambda f: f.rename(f.with_name("gone")), ["config.json", "no such file"]),
+    "another format": (lambda f: edit_json(f / "config.json", lambda c: c.update(format="nanospec")), ["nanospec-heads"]),
+    "other layers": (lambda f: edit_json(f / "config.json", lambda c: c.update(exit_layers=[1, 2])), ["3.adapters"]),
+    "layers beyond": (lambda f: edit_json(f / "config.json", lambda c: c.update(exit_layers=[9])), ["exit_layers"]),
+    "layers of a wrong kind": (lambda f: edit_json(f / "config.json", lambda c: c.update(exit_layers=3)), ["config.json"]),
+    "tokens beyond": (lambda f: edit_json(f / "config.json", lambda c: c.update(exit_vocab=[10**6])), ["exit_vocab"]),
+    "truncated": (lambda f: (f / "heads.safetensors").write_bytes((f / "heads.safetensors").read_bytes()[:-9]), ["truncated"]),
+    "html": (lambda f: (f / "heads.safetensors").write_bytes(HTML), ["heads.safetensors"]),
+    "a tensor missing": (lambda f: edit_tensors(f / "heads.safetensors", drop("3.norm.weight")), ["3.norm.weight", "missing"]),
+    "a wrong shape": (lambda f: edit_tensors(f / "heads.safetensors", lambda t: t.update({"1.norm.weight": torch.ones(5)})), ["(5,)"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", BROKEN_HEADS)
+def test_broken_heads_are_one_line_and_leave_the_model_alone(tmp_path, damage):
+    path = with_heads(tmp_path / "heads")[1]
+    do, words = BROKEN_HEADS[damage]
+    do(path)
+    model = load_checkpoint(DATA / "gpt2-tiny")[0]
+    before = model.config
+    with pytest.raises(ValueError, match=r"\w") as error:
+        load_heads(model, path)
+    text = one_line(error)
+    assert all(word in text for word in words), text
+    assert model.config == before and not model.exits
 
 
 # ------------------------------------------------------------------------------------------------------- what is refused
