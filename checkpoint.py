@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from model import GPT, ExitHead, GPTConfig
+from model import GPT, DraftHead, ExitHead, GPTConfig
 
 BUNDLED = Path(__file__).resolve().parent / "checkpoints"
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -101,7 +101,7 @@ def save_checkpoint(path: str | Path, model: GPT, tokenizer: Tokenizer | None = 
 # A folder of two files: config.json ("format": "nanospec-heads", the fields below, the target's fingerprint) and
 # heads.safetensors. The backbone stays where it is: heads of a few megabytes need not carry it along.
 
-HEAD_FIELDS = ("exit_layers", "exit_vocab", "exit_adapters")
+HEAD_FIELDS = ("exit_layers", "exit_vocab", "exit_adapters", "exit_platt")
 
 
 def sample_of(weight: torch.Tensor) -> torch.Tensor:
@@ -129,13 +129,8 @@ def fingerprint_of(model: GPT) -> str:
 
 def save_heads(path: str | Path, model: GPT, meta: dict | None = None) -> None:
     """Write the exit heads of a model, in their dtype, and whose they are; meta: anything json can hold."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    described = {"format": "nanospec-heads", **{name: getattr(model.config, name) for name in HEAD_FIELDS}}
-    described |= {"target": fingerprint_of(model), "meta": meta or {}}
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.exits.state_dict().items()}
-    write_atomically(folder / "heads.safetensors", lambda p: save_file(state, p))
-    write_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(described, indent=1) + "\n"))
+    described = {name: getattr(model.config, name) for name in HEAD_FIELDS}
+    _write_heads(path, "nanospec-heads", model, model.exits, described, meta)
 
 
 def load_heads(model: GPT, path: str | Path) -> dict:
@@ -143,23 +138,59 @@ def load_heads(model: GPT, path: str | Path) -> dict:
 
     ValueError where they were trained for other weights, and for files that are broken.
     """
-    folder = Path(path)
-    file, described = folder / "config.json", read_json(folder / "config.json")
-    if described.get("format") != "nanospec-heads":
-        raise ValueError(f"{file}: format is {described.get('format')!r}, not nanospec-heads: no exit heads")
-    if described.get("target") != fingerprint_of(model):
-        raise ValueError(f"{folder}: these exit heads were trained for another model; train some with --stage exits")
+    described = _read_heads(path, "nanospec-heads", "exits", model)
     shape = dataclasses.asdict(model.config) | {name: described.get(name) for name in HEAD_FIELDS}
-    config = make_config(file, shape | {name: shape[name] or () for name in HEAD_FIELDS if name != "exit_vocab"})
-    device, dtype = model.device, model.dtype
-    heads = nn.ModuleDict({str(layer): ExitHead(config) for layer in config.exit_layers}).to(device, dtype)
-    with ExitStack() as files:
-        heads.load_state_dict(
-            assemble(folder / "heads.safetensors", heads, None, open_safetensors(folder, files, "heads"))
-        )
-    model.config, model.exits = config, heads.eval()
-    model.exit_vocab = None if config.exit_vocab is None else torch.tensor(config.exit_vocab, device=device)
+    shape |= {name: shape[name] or () for name in ("exit_layers", "exit_adapters")}
+    config = make_config(Path(path) / "config.json", shape)
+    heads = nn.ModuleDict({str(layer): ExitHead(config) for layer in config.exit_layers})
+    _load_into(heads, path, model)
+    model.set_exits(config.exit_layers, config.exit_vocab, config.exit_adapters)
+    model.config, model.exits = config, heads
     return described.get("meta", {})
+
+
+def save_draft_head(path: str | Path, head: DraftHead, model: GPT, meta: dict | None = None) -> None:
+    """Write a drafter's block, trained for `model`: the same two files as exit heads."""
+    _write_heads(path, "nanospec-draft-head", model, head, {"vocab": head.config.exit_vocab}, meta)
+
+
+def load_draft_head(model: GPT, path: str | Path) -> DraftHead:
+    """The block that a folder holds, in the model's dtype; ValueError as in load_heads."""
+    described, file = _read_heads(path, "nanospec-draft-head", "drafter", model), Path(path) / "config.json"
+    shape = dataclasses.asdict(model.config) | {"exit_layers": (), "exit_vocab": described.get("vocab")}
+    config = make_config(file, shape)
+    if config.exit_vocab is None:
+        raise ValueError(f"{file}: field vocab is missing")
+    head = DraftHead(config, config.exit_vocab)
+    _load_into(head, path, model)
+    return head
+
+
+def _write_heads(path, kind: str, model: GPT, heads: nn.Module, described: dict, meta: dict | None) -> None:
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    described = {"format": kind, **described, "target": fingerprint_of(model), "meta": meta or {}}
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
+    write_atomically(folder / "heads.safetensors", lambda p: save_file(state, p))
+    write_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(described) + "\n"))
+
+
+def _read_heads(path, kind: str, stage: str, model: GPT) -> dict:
+    """config.json of heads of that kind, trained for this model."""
+    file = Path(path) / "config.json"
+    described = read_json(file)
+    if described.get("format") != kind:
+        raise ValueError(f"{file}: format is {described.get('format')!r}, not {kind}")
+    if described.get("target") != fingerprint_of(model):
+        raise ValueError(f"{path}: trained for another model; train one with train_exit_heads.py --stage {stage}")
+    return described
+
+
+def _load_into(heads: nn.Module, path, model: GPT) -> None:
+    with ExitStack() as files:
+        tensors = open_safetensors(Path(path), files, "heads")
+        heads.load_state_dict(assemble(Path(path) / "heads.safetensors", heads, None, tensors))
+    heads.to(model.device, model.dtype).eval()
 
 
 # ------------------------------------------------------------------------------------------------------ reading

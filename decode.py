@@ -331,10 +331,17 @@ def pack(tokens: list[list[int]], starts: list[int], device) -> tuple[torch.Tens
     return torch.tensor(padded, device=device), torch.tensor(positions, device=device)
 
 
-def read_tokens(model: GPT, cache: KVCache, tokens: list[list[int]], starts: list[int]) -> torch.Tensor | None:
+def read_tokens(
+    model: GPT,
+    cache: KVCache,
+    tokens: list[list[int]],
+    starts: list[int],
+    hidden: list[list[torch.Tensor]] | None = None,
+) -> torch.Tensor | None:
     """Run ragged tokens from position starts[i] through all layers, in chunks: x (B, C) behind the last token of each row.
 
-    None where there is nothing to read. A row without tokens gets an unspecified x.
+    None where there is nothing to read. A row without tokens gets an unspecified x. hidden[i] receives all of row i's x, (n, C)
+    of each chunk.
     """
     longest = max(map(len, tokens), default=0)
     x_last = None
@@ -342,6 +349,8 @@ def read_tokens(model: GPT, cache: KVCache, tokens: list[list[int]], starts: lis
         part = [ids[begin : begin + PREFILL_CHUNK] for ids in tokens]
         ids, positions = pack(part, [start + begin for start in starts], model.device)
         x = model.run_layers(model.embed(ids, positions), cache, positions, 0, model.config.n_layer)
+        for kept, ids, rows in zip(hidden or (), part, x):
+            kept.append(rows[: len(ids)])
         last = x[range(len(part)), [len(p) - 1 for p in part]]
         ended = torch.tensor([len(p) > 0 for p in part], device=model.device)[:, None]
         x_last = last if x_last is None else torch.where(ended, last, x_last)
@@ -380,6 +389,7 @@ class Batch:
             (min(n + sampling.max_new_tokens, config.block_size) for n in self.prompt_lengths), default=1
         )
         self.cache = model.new_cache(len(prompts), self.capacity)
+        self.prompt_hidden: list[list[torch.Tensor]] | None = None  # of each prompt but its last token, (n, C) a chunk
         self.stop_tokens = frozenset(sampling.stop_tokens)
         self.stop_width = max((len(s.encode()) for s in sampling.stop_strings), default=0)
         self._view = (list(range(len(prompts))), self.cache)
@@ -397,10 +407,12 @@ class Batch:
         length, prompt_length = len(self.tokens[row]), self.prompt_lengths[row]
         return min(self.sampling.max_new_tokens - (length - prompt_length), self.model.config.block_size - length)
 
-    def prefill(self) -> None:
-        """Read all of each prompt but its last token, which the first round runs."""
+    def prefill(self, keep_hidden: bool = False) -> None:
+        """Read all of each prompt but its last token, which the first round runs; keep_hidden: for a step that wants it."""
         reading = [[] if out.finish_reason else ids[:-1] for ids, out in zip(self.tokens, self.generations)]
-        read_tokens(self.model, self.cache, reading, [0] * len(reading))
+        if keep_hidden:
+            self.prompt_hidden = [[] for _ in reading]
+        read_tokens(self.model, self.cache, reading, [0] * len(reading), self.prompt_hidden)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize()  # or the clock would charge the first round for it
         for out in self.generations:
@@ -533,7 +545,7 @@ def run_loop(
     try:
         rows = [row for row, out in enumerate(batch.generations) if out.finish_reason is None]
         if rows:
-            batch.prefill()
+            batch.prefill(getattr(step, "wants_hidden", False))
             step.start(batch)
             while rows:
                 blocks = step(batch, rows, plain_requested(control))

@@ -178,7 +178,8 @@ class EarlyExitStep:
             if self.thresholds[segment] > 1 or not any(free):
                 return None, free
             logits = model.logits(last_rows(hidden), depths.bounds[segment + 1])
-            sure = kernels.confidence(logits, self.confidence) >= self.thresholds[segment]
+            confidence = kernels.confidence(logits, self.confidence)
+            sure = model.scaled(confidence, depths.bounds[segment + 1], self.confidence) >= self.thresholds[segment]
             if batch.sampler.bias is not None:  # it may forbid all that a reduced vocabulary knows
                 sure &= (logits + batch.sampler.bias).amax(-1) > -torch.inf
             return logits, [a and b for a, b in zip(free, sure.tolist())]
@@ -270,7 +271,9 @@ class EarlyExitSegments:
             tokens, log_probs, _ = kernels.sample_token(
                 logits, batch.sampler.seeds, start + n, **batch.sampler.law, impl=model.impl
             )
-            confidence = None if deepest else kernels.confidence(logits, self.confidence)
+            if not deepest:
+                confidence = kernels.confidence(logits, self.confidence)
+                confidence = model.scaled(confidence, self.bounds[segment + 1], self.confidence)
         sure = going[:, 0] if deepest else confidence >= self.thresholds[segment]
         return torch.stack((tokens.double(), log_probs.double(), sure.double()), 1)
 

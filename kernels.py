@@ -953,6 +953,17 @@ def confidence(logits: torch.Tensor, kind: str = "max_prob") -> torch.Tensor:
     raise ValueError(f"confidence is {kind!r}: choose {', '.join(CONFIDENCES)}")
 
 
+def logit(confidence: torch.Tensor) -> torch.Tensor:
+    """log(c / (1 - c)) of probabilities, kept finite."""
+    tiny = torch.finfo(confidence.dtype).eps
+    return torch.logit(confidence, tiny)
+
+
+def platt(confidence: torch.Tensor, slope: float, bias: float) -> torch.Tensor:
+    """Chance of agreeing from a raw confidence (Platt 1999): sigmoid(slope * logit(confidence) + bias)."""
+    return torch.sigmoid(slope * logit(confidence) + bias)
+
+
 def exit_confidence_ref(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -43,6 +43,9 @@ class GPTConfig:
     exit_layers: tuple[int, ...] = ()  # how many layers ran before each exit, rising, each in 1 .. n_layer-1
     exit_vocab: tuple[int, ...] | None = None  # sorted ids that exit heads know; all when None
     exit_adapters: tuple[str, ...] = ()  # residual adapters of every exit head: "exit", "draft", both or none
+    exit_platt: dict | None = (
+        None  # kind of confidence -> (slope, bias) of each exit: what makes it the chance of agreeing
+    )
 
     def __post_init__(self):
         def need(ok: bool, name: str, what: str):
@@ -218,6 +221,44 @@ class ExitHead(nn.Module):
         return x + size * self.adapters[adapter](x, self.norm, impl=impl)
 
 
+class DraftHead(nn.Module):
+    """One block that drafts from what the target has just computed (EAGLE: Li et al. 2024, 2025).
+
+    features (B, T, C): the target's hidden state behind its last layer at positions t, or this block's own output there;
+    tokens (B, T): those at t + 1. What comes out stands for the target's hidden state at t + 1. Its head knows only the
+    tokens of `vocab`; embedding and output rows are the target's, shared or gathered when it is attached.
+    """
+
+    def __init__(self, config: GPTConfig, vocab: tuple[int, ...]):
+        """config: the target's."""
+        super().__init__()
+        self.config = replace(config, n_layer=1, exit_layers=(), exit_vocab=tuple(vocab), exit_adapters=())
+        self.token_norm, self.feature_norm, self.norm = Norm(config), Norm(config), Norm(config)
+        self.fuse = Linear(2 * config.n_embd, config.n_embd, bias=False)
+        self.block = Block(config)
+        self.register_buffer("vocab", torch.tensor(self.config.exit_vocab), persistent=False)
+
+    def attach(self, target: GPT) -> None:
+        """Draft for this target from now on."""
+        self.target = (target,)  # in a tuple: no part of this module
+        self.output = target.output_rows(self.vocab)
+
+    def forward(self, tokens, features, cache: KVCache, positions) -> torch.Tensor:
+        """-> (B, T, C); keys and values go to `cache` at positions (B, T), -1 is padding."""
+        (target,) = self.target
+        tokens = self.token_norm(target.embed(tokens, positions))
+        x = self.fuse(torch.cat((tokens, self.feature_norm(features)), -1), impl=target.impl)
+        return self.block(x, 0, target._pass(positions, cache))
+
+    def logits(self, x) -> torch.Tensor:
+        """x (..., C) -> (..., V), -inf outside vocab."""
+        (target,) = self.target
+        known = kernels.linear(x, self.output, norm=self.norm.parameters_of(), impl=target.impl)
+        logits = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
+        logits[..., self.vocab] = known
+        return logits
+
+
 class GPT(nn.Module):
     """Decoder with exit heads; random float32 weights until a checkpoint is loaded into it."""
 
@@ -240,6 +281,15 @@ class GPT(nn.Module):
         exit_vocab = None if config.exit_vocab is None else torch.tensor(config.exit_vocab)
         self.register_buffer("exit_vocab", exit_vocab, persistent=False)
         self.apply(self._init_weights)
+
+    def set_exits(self, layers, vocab=None, adapters=()) -> None:
+        """Give the model new exit heads at these layers, in place of its own."""
+        self.config = replace(
+            self.config, exit_layers=layers, exit_vocab=vocab, exit_adapters=adapters, exit_platt=None
+        )
+        exits = nn.ModuleDict({str(layer): ExitHead(self.config) for layer in self.config.exit_layers})
+        self.exits = exits.apply(self._init_weights).to(self.device, self.dtype)
+        self.exit_vocab = None if vocab is None else torch.tensor(vocab, device=self.device)
 
     def _init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -325,7 +375,23 @@ class GPT(nn.Module):
         head = self._exit(exit_layer, "exit")
         x, norm = head.adapt(x, "exit", self.impl), head.norm.parameters_of()
         n_used = self.config.n_vocab_used
-        return kernels.exit_confidence(x, self.output_weight, norm, self.exit_vocab, n_used, kind, self.impl)
+        *best, confidence = kernels.exit_confidence(
+            x, self.output_weight, norm, self.exit_vocab, n_used, kind, self.impl
+        )
+        return *best, self.scaled(confidence, exit_layer, kind)
+
+    def scaled(self, confidence, exit_layer: int, kind: str):
+        """A raw confidence of an exit as the chance of agreeing with the full model, where the exit was calibrated."""
+        scales = (self.config.exit_platt or {}).get(kind)
+        return (
+            confidence
+            if scales is None
+            else kernels.platt(confidence, *scales[self.config.exit_layers.index(exit_layer)])
+        )
+
+    def output_rows(self, index: torch.Tensor) -> torch.Tensor:
+        """Rows index (n,) of the output matrix, as a copy."""
+        return self.output_weight[index]
 
     @property
     def output_weight(self) -> torch.Tensor:

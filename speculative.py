@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 import kernels
-from decode import Batch, Block, Generation, SamplingParams, pack, read_tokens, run_loop
+from checkpoint import load_draft_head
+from decode import PREFILL_CHUNK, Batch, Block, Generation, SamplingParams, pack, read_tokens, run_loop
 from early_exit import Depths, check_confidence, check_thresholds, last_rows, pad
-from model import GPT
+from model import GPT, DraftHead, KVCache
 from rounds import Drafting, Rounds, RoundStep, runs_alone
 
 MAX_AUTO_DRAFT = 8
@@ -228,6 +229,89 @@ class ExitDrafter:
         return Drafting(self.model, batch.cache, exit_layer, (exit_layer, "draft"), batch.capacity)
 
 
+class HeadDrafter:
+    """A trained block drafts from the target's last hidden states (EAGLE: Li et al. 2024, 2025).
+
+    The pair (hidden state at t, token at t + 1) is its input at place t, and its output stands for the hidden state at t + 1:
+
+        committed          a  b  c            the target's hidden states behind a and b are known
+        pairs              (h_a, b) (h_b, c)  those that its cache lacks are read in one pass; the last output proposes d
+        further drafts     (u, d) ...         its own output u takes the place of the hidden state behind c
+
+    path is a folder that train_exit_heads.py --stage drafter wrote, or a model.DraftHead.
+    """
+
+    wants_hidden = True
+
+    def __init__(self, model: GPT, path):
+        self.model = model
+        self.head = path if isinstance(path, DraftHead) else load_draft_head(model, path)
+        self.head.attach(model)
+
+    def check_target(self, target: GPT) -> None:
+        if target is not self.model:
+            raise ValueError("HeadDrafter reads its own target's hidden states: give both the same model")
+
+    def attach(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def reset(self, prompts: list[list[int]]) -> None:
+        nothing = torch.zeros(0, self.model.config.n_embd, dtype=self.model.dtype, device=self.model.device)
+        self.held = [0] * len(prompts)  # pairs in the cache, drafts not counted
+        self.tokens = [
+            list(prompt[1:]) for prompt in prompts
+        ]  # of the pairs that it lacks, and below their hidden states
+        self.hidden = [[nothing, *chunks] for chunks in self.batch.prompt_hidden]
+        self.cache = KVCache(
+            self.head.config, len(prompts), self.batch.capacity, dtype=self.model.dtype, device=self.model.device
+        )
+
+    def propose(self, rows: list[int], max_k: int, sampler):
+        """1. read the pairs that the cache lacks   2. draw from the last output, feed both, draw again, max_k times."""
+        live = [row for row in rows if self.tokens[row]]  # a prompt of one token has no pair yet
+        n = torch.tensor([max_k if self.tokens[row] else 0 for row in rows], device=sampler.device)
+        if not live:
+            return torch.zeros(len(rows), 0, dtype=torch.int64, device=sampler.device), None, n
+        cache, x = self.cache.rows(live), self.read(live)
+        drafted = torch.zeros(len(live), 0, dtype=torch.int64, device=sampler.device)
+        at = torch.tensor([[self.held[row]] for row in live], device=self.model.device)
+        laws = []
+        for j in range(max_k):
+            if j > 0:
+                x = self.head(drafted[:, -1:], x[:, None], cache, at.where(at < self.cache.capacity, -1))[:, 0]
+                at = at + 1
+            tokens, law = sampler.draft(live, self.head.logits(x), drafted)
+            drafted = torch.cat((drafted, tokens[:, None]), 1)
+            laws.append(law)
+        logits = None if laws[0] is None else torch.stack(laws, 1)
+        if len(live) == len(rows):
+            return drafted, logits, n
+        where = [i for i, row in enumerate(rows) if row in live]
+        return *(None if x is None else _spread(x, where, len(rows)) for x in (drafted, logits)), n
+
+    def read(self, rows: list[int]) -> torch.Tensor:
+        """The pairs that the cache lacks, at least one a row: the last output of each row (B, C)."""
+        cache, last = self.cache.rows(rows), None
+        tokens, starts = [self.tokens[row] for row in rows], [self.held[row] for row in rows]
+        hidden = [torch.cat(self.hidden[row]) for row in rows]
+        for begin in range(0, max(map(len, tokens)), PREFILL_CHUNK):
+            part = [ids[begin : begin + PREFILL_CHUNK] for ids in tokens]
+            ids, positions = pack(part, [start + begin for start in starts], self.model.device)
+            x = self.head(ids, pad([x[begin : begin + PREFILL_CHUNK] for x in hidden]), cache, positions)
+            ends = x[range(len(part)), [len(ids) - 1 for ids in part]]
+            ended = torch.tensor([len(ids) > 0 for ids in part], device=x.device)[:, None]
+            last = ends if last is None else torch.where(ended, ends, last)
+        for row, ids in zip(rows, tokens):
+            self.held[row] += len(ids)
+            self.tokens[row], self.hidden[row] = [], []
+        return last
+
+    def commit(self, rows: list[int], tokens: list[list[int]], hidden) -> None:
+        for row, new, x in zip(rows, tokens, hidden):
+            self.tokens[row] += new
+            self.hidden[row].append(x)
+
+
 class DraftLength:
     """The number of drafts to ask for, per row: fixed, or "auto".
 
@@ -269,6 +353,7 @@ class SpeculativeStep:
 
     def __init__(self, drafter, draft_len: int | str, verify: str):
         self.drafter, self.draft_len, self.coupled = drafter, draft_len, verify == "coupled"
+        self.wants_hidden = getattr(drafter, "wants_hidden", False)
 
     def start(self, batch: Batch) -> None:
         self.lengths = DraftLength(self.draft_len, len(batch.tokens))

@@ -30,8 +30,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+import distill
 from bench import environment
 from checkpoint import (
+    BUNDLED,
     Tokenizer,
     check_pair,
     flag,
@@ -39,6 +41,8 @@ from checkpoint import (
     parse_flags,
     pick_device,
     save_checkpoint,
+    save_draft_head,
+    save_heads,
     write_atomically,
 )
 from decode import SamplingParams, generate, heed
@@ -178,17 +182,6 @@ def draft_losses(model: GPT, tokens, best, log_probs):
     return [kl, -guess[..., 0].mean(), (law.argmax(-1) == best[..., 0]).float().mean()]
 
 
-def exit_losses(model: GPT, tokens):
-    """tokens (B, T) -> of each exit KL to the final head (through adapter "draft"), then cross-entropy to its argmax
-    (adapter "exit"): a drafter wants the whole distribution, an exit its best token and an honest confidence."""
-    with torch.no_grad():
-        *states, last = hidden_states(model, tokens)
-        teacher = log_law(model, last)
-    pairs = list(zip(states, model.config.exit_layers))
-    losses = [divergence(teacher, log_law(model, x, layer, "draft")) for x, layer in pairs]
-    return losses + [cross_entropy(log_law(model, x, layer), teacher.argmax(-1)) for x, layer in pairs]
-
-
 def hidden_states(model: GPT, tokens, kept=None) -> list[torch.Tensor]:
     """x (B, T, C) at each exit and at the end; kept: the layers that run, all of them when None."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -260,10 +253,11 @@ def evaluate(config, model: GPT, tokenizer: Tokenizer, stream: torch.Tensor, max
 
 STAGES = {  # what differs between stages: shapes, and a schedule of about 75, 40 and 15 minutes on two CPU cores
     "base": {"n_layer": 16, "n_embd": 256, "n_head": 4, "n_kv_head": 2, "n_hidden": 768, "block_size": 512}
-    | {"steps": 2000, "batch_size": 8, "lr": 4e-3},
+    | {"steps": 2000, "batch_size": 8, "lr": 4e-3, "exit_layers": (4, 8, 12)},
     "draft": {"n_layer": 2, "n_embd": 192, "n_head": 3, "n_kv_head": 1, "n_hidden": 512, "block_size": 512}
     | {"steps": 2500, "batch_size": 16, "lr": 4e-3},
-    "exits": {"steps": 200, "batch_size": 16, "lr": 1e-3},
+    "exits": {"block_size": 256, "steps": 400, "batch_size": 8, "lr": 1e-3},
+    "drafter": {"block_size": 256, "steps": 1500, "batch_size": 8, "lr": 1e-3},
 }
 
 
@@ -277,7 +271,7 @@ def layers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part)
 
 
-PLACES = ("out", "data", "model", "draft", "resume")  # flags that mean nothing to whoever gets the weights
+PLACES = ("out", "data", "draft", "resume", "recording")  # flags that mean nothing to whoever gets the weights
 
 
 @dataclasses.dataclass
@@ -295,15 +289,24 @@ class TrainConfig:
     n_kv_head: int = by_stage("n_kv_head", "fewer than --n-head: a smaller cache, slightly worse")
     n_hidden: int = by_stage("n_hidden", "width inside the MLP, where most parameters are")
     block_size: int = by_stage("block_size", "longest text of the model; attention costs its square")
-    exit_layers: tuple[int, ...] = flag(
-        (4, 8, 12), "stage base: depths that get a head; each costs a step 5%", parse=layers
-    )
+    exit_layers: tuple[int, ...] = by_stage("exit_layers", "depths that get a head; each costs a step 5%", layers)
     adapters: bool = flag(
-        False, "stage exits: give each exit a translator to draft and one to exit; a product more per use"
+        True, "stage exits: give each exit a translator to draft and one to exit; a product more per use"
     )
-    samples: int = flag(
-        2816, "stages draft, exits: texts of the target's own, and as many of the corpus; most of the start"
+    recording: str = flag(
+        "", "stages exits, drafter: folder of the target's texts and states, made when absent (OUT-recording)"
     )
+    tokens: int = flag(
+        600_000, "stages exits, drafter: positions to record; a drafter wants as many as you can wait for"
+    )
+    cache_gb: float = flag(
+        8.0, "stages exits, drafter: the most that recorded states may take on disk; fewer tokens fit less"
+    )
+    head_vocab: int = flag(
+        8192, "stages exits, drafter: most frequent tokens that heads know; more miss less, cost more"
+    )
+    unroll: int = flag(3, "stage drafter: drafts in a row that it learns to make from its own outputs; a step's cost")
+    samples: int = flag(2816, "stage draft: texts of the target's own, and as many of the corpus; most of the start")
     steps: int = by_stage("steps", "optimiser steps; the schedule stretches with them")
     batch_size: int = by_stage("batch_size", "sequences a step and process: fewer are noisier, but give more steps")
     lr: float = by_stage("lr", "peak rate; Muon's updates have the size of AdamW's, so it holds for both", float)
@@ -350,8 +353,9 @@ class Task:
     weights: dict[str, float]  # name of a loss -> its weight in the sum; 0 is only watched
     batch: object  # step -> arguments, the tokens first
     look: object  # () -> figures on held-out text
-    tokenizer: Tokenizer
+    write: object  # (folder, meta) -> None: what everybody else reads
     text_hash: str
+    trained: torch.nn.Module  # what of the model learns: the state of a run
 
 
 def processes() -> tuple[int, int]:
@@ -374,8 +378,8 @@ def kept_layers(config: TrainConfig, step: int) -> set[int]:
 
 def make_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, whose updates it makes orthogonal; AdamW for embeddings, norms and biases."""
-    trained = [(p.ndim == 2 and name.startswith(("blocks.", "exits.")), p) for name, p in model.named_parameters()]
-    matrices, others = ([p for is_matrix, p in trained if is_matrix == which and p.requires_grad] for which in (1, 0))
+    trained = [(p.ndim == 2 and "embedding" not in name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices, others = ([p for is_matrix, p in trained if is_matrix == which] for which in (True, False))
     optimizers = [torch.optim.AdamW(others, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)]
     if matrices:
         muon = functools.partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")  # updates of AdamW's size
@@ -460,14 +464,18 @@ def train(config: TrainConfig, task: Task) -> int:
 
 def save_state(config, task, optimizers, step, seconds) -> None:
     """The run's state in float32 for --resume, and the model as a checkpoint for everybody."""
-    state = {"step": step, "seconds": seconds, "corpus": task.text_hash, "model": task.model.state_dict()}
+    state = {"step": step, "seconds": seconds, "corpus": task.text_hash, "model": task.trained.state_dict()}
     state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
     write_atomically(Path(config.out) / "train.pt", lambda p: torch.save(state, p))
     flags = {name: value for name, value in dataclasses.asdict(config).items() if name not in PLACES}
     text = Path(config.data).name or f"standard library of Python {platform.python_version()}"
     origin = {"text": text, "text_sha256": task.text_hash, "steps_done": step, "seconds": round(seconds)}
     meta = {"flags": flags, "torch": torch.__version__, **origin}
-    save_checkpoint(config.out, copy.deepcopy(task.model).bfloat16(), task.tokenizer, meta)
+    task.write(config.out, meta)
+
+
+def write_model(model: GPT, tokenizer: Tokenizer, folder, meta) -> None:
+    save_checkpoint(folder, copy.deepcopy(model).bfloat16(), tokenizer, meta)
 
 
 def load_state(config, task, optimizers) -> tuple[int, float]:
@@ -481,9 +489,9 @@ def load_state(config, task, optimizers) -> tuple[int, float]:
         raise ValueError(f"--resume: {file} is truncated, or no checkpoint of a run") from None
     if state["corpus"] != task.text_hash:
         raise ValueError(f"--resume: {file} was trained on another text")
-    if {n: t.shape for n, t in state["model"].items()} != {n: t.shape for n, t in task.model.state_dict().items()}:
+    if {n: t.shape for n, t in state["model"].items()} != {n: t.shape for n, t in task.trained.state_dict().items()}:
         raise ValueError(f"--resume: {file} holds a model of another shape than the flags say")
-    task.model.load_state_dict(state["model"])
+    task.trained.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"]):
         optimizer.load_state_dict(saved)
     return state["step"], state["seconds"]
@@ -528,7 +536,8 @@ def base_task(config: TrainConfig) -> Task:
     def look():
         return evaluate(config, model, tokenizer, held_out, max_windows=32)
 
-    return Task(model, Losses(base_losses, model), weights, batch, look, tokenizer, text_hash)
+    write = functools.partial(write_model, model, tokenizer)
+    return Task(model, Losses(base_losses, model), weights, batch, look, write, text_hash, model)
 
 
 def new_model(config: TrainConfig, tokenizer: Tokenizer, **more) -> GPT:
@@ -640,27 +649,110 @@ def draft_task(config: TrainConfig) -> Task:
             parts = losses(*unpacked(unseen, model.device))
         return dict(zip(weights, parts.tolist()))
 
-    return Task(model, losses, weights, batch, look, tokenizer, text_hash)
+    return Task(model, losses, weights, batch, look, functools.partial(write_model, model, tokenizer), text_hash, model)
+
+
+def recorded(config: TrainConfig, layers) -> tuple[GPT, Tokenizer, distill.Recording, str]:
+    """The frozen target, and its recording with states behind `layers` and the last one: made where there is none yet."""
+    target, tokenizer = load_checkpoint(config.model, device=config.device, dtype="float32")
+    if tokenizer is None:
+        raise ValueError(f"--model {config.model}: it has no tokenizer that could read a prompt")
+    target.requires_grad_(False)
+    layers, folder = (*layers(target), target.config.n_layer), Path(config.recording or f"{config.out}-recording")
+    rank, n_processes = processes()
+    if rank == 0 and not (folder / "recording.pt").exists():
+        if config.data or (BUNDLED / config.model).exists():  # the bundled models know code, and no conversation
+            prompts = distill.cut_prompts(token_stream(read_corpus(config.data)[0], tokenizer), config.seed)
+        else:
+            prompts = distill.own_prompts(tokenizer, config.seed)
+        writer = target if config.precision == "float32" else copy.deepcopy(target).bfloat16()
+        budget, stop = config.cache_gb * 1e9, tokenizer.eos_ids
+        distill.record(writer, prompts, layers, folder, config.tokens, budget, stop, config.seed)
+    if n_processes > 1:
+        dist.barrier()
+    recording = distill.open_recording(folder, target, layers)
+    return target, tokenizer, recording, digest_of(recording.tokens)
+
+
+def digest_of(tokens: torch.Tensor) -> str:
+    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+
+
+def windows(config: TrainConfig, n_positions: int, step: int) -> list[slice]:
+    """This process's windows of the first n_positions of a recording in a step."""
+    length, (rank, n_processes) = config.block_size, processes()
+    n_windows, found = n_positions // length - 1, []
+    if n_windows < 1:
+        raise ValueError(f"--tokens: {n_positions} recorded positions are too few for windows of {length}")
+    for i in range(config.batch_size):
+        epoch, place = divmod((step * n_processes + rank) * config.batch_size + i, n_windows)
+        offset, order = epoch_order(n_windows, length, epoch, config.seed)
+        found.append(slice(offset + order[place] * length, offset + order[place] * length + length))
+    return found
+
+
+def default_exits(target: GPT) -> tuple[int, ...]:
+    """Four depths of the upper half: what can be said earlier is too seldom right to pay for the asking."""
+    n = target.config.n_layer
+    return tuple(sorted({min(max(round(n * share), 1), n - 1) for share in (0.6, 0.73, 0.87, 0.93)} - {0, n}))
 
 
 def exits_task(config: TrainConfig) -> Task:
-    target, tokenizer, stream, held_out, text_hash = frozen_target(config)
-    if not target.config.exit_layers and not config.exit_layers:
-        raise ValueError("--exit-layers: name at least one depth")
-    exits = target.config.exit_layers or config.exit_layers
-    adapters = ("exit", "draft") if config.adapters else target.config.exit_adapters
-    model = GPT(dataclasses.replace(target.config, exit_layers=exits, exit_adapters=adapters)).to(target.device)
-    if not target.config.exit_layers:  # new exits begin as the final head
-        for head in model.exits.values():
-            head.norm.load_state_dict(target.final_norm.state_dict())
-    model.load_state_dict(target.state_dict(), strict=False)
-    model.requires_grad_(False).exits.requires_grad_(True)
-    weights = {f"kl_{e}": config.distill for e in exits} | {f"loss_{e}": 1 - config.distill for e in exits}
+    target, tokenizer, recording, digest = recorded(config, lambda t: config.exit_layers or default_exits(t))
+    layers, vocab = recording.layers[:-1], distill.frequent_tokens(recording.tokens, config.head_vocab, tokenizer)
+    target.set_exits(layers, vocab, ("exit", "draft") if config.adapters else ())
+    for head in target.exits.values():  # new exits begin as the final head
+        head.norm.load_state_dict(target.final_norm.state_dict())
+    target.exits.requires_grad_(True)
+    n_training = recording.held_out()
+    weights = {f"{kind}_{e}": 1.0 for kind in ("kl", "loss") for e in layers}
+
+    def batch(step):
+        rows = torch.cat([recording.states[window] for window in windows(config, n_training, step)])
+        return (rows.to(target.device, torch.float32),)
 
     def look():
-        return evaluate(config, model, tokenizer, held_out, max_windows=32)
+        return distill.judge(target, recording, tokenizer, n_positions=4096)[1]
 
-    return Task(model, Losses(exit_losses, model), weights, lessons(config, target, stream), look, tokenizer, text_hash)
+    def write(folder, meta):
+        scales, figures = distill.judge(target, recording, tokenizer)
+        target.config.exit_platt = {"max_prob": scales}
+        save_heads(folder, copy.deepcopy(target).bfloat16(), meta | {"figures": figures})
+        target.config.exit_platt = None
+
+    return Task(target, Losses(distill.exit_losses, target), weights, batch, look, write, digest, target.exits)
+
+
+def drafter_task(config: TrainConfig) -> Task:
+    target, tokenizer, recording, digest = recorded(config, lambda t: config.exit_layers or default_exits(t))
+    vocab = distill.frequent_tokens(recording.tokens, config.head_vocab, tokenizer)
+    head = distill.new_draft_head(target, vocab, config.seed).to(target.device)
+    n_training, n = recording.held_out(), config.unroll
+    weights = {f"{kind}_{i}": share * 0.8**i for kind, share in
+               (("kl", config.distill), ("loss", 1 - config.distill), ("agreement", 0.0)) for i in range(n)}  # fmt: skip
+    losses = Losses(functools.partial(distill.draft_head_losses, n_steps=n), head, target)
+
+    def parts_at(places):
+        parts = [torch.stack([x[w] for w in places]) for x in (recording.tokens, recording.texts)]
+        states = torch.stack([recording.states[w, -1] for w in places]).float()
+        return [x.to(target.device) for x in (*parts, states)]
+
+    def batch(step):
+        return parts_at(windows(config, n_training, step))
+
+    @torch.no_grad()
+    def look():
+        size, figures = config.block_size, []
+        starts = range(n_training, len(recording.tokens) - size, size)
+        for first in starts[:: -(-len(starts) // 32)]:
+            with products(config, target.device):
+                figures.append(losses(*parts_at([slice(first, first + size)])))
+        return dict(zip(weights, torch.stack(figures).mean(0).tolist()))
+
+    def write(folder, meta):
+        save_draft_head(folder, copy.deepcopy(head).bfloat16(), target, meta | {"figures": look()})
+
+    return Task(head, losses, weights, batch, look, write, digest, head)
 
 
 def report(config: TrainConfig) -> int:
@@ -710,7 +802,8 @@ def main(argv=None) -> int:
             dist.init_process_group("nccl" if pick_device(config.device).type == "cuda" else "gloo")
         if config.stage == "report":
             return report(config)
-        task = {"base": base_task, "draft": draft_task, "exits": exits_task}[config.stage](config)
+        tasks = {"base": base_task, "draft": draft_task, "exits": exits_task, "drafter": drafter_task}
+        task = tasks[config.stage](config)
         return train(config, task)
     except (ValueError, OSError) as error:
         print(f"train_exit_heads.py: {error}", file=sys.stderr)

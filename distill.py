@@ -1,0 +1,420 @@
+"""What heads for a frozen model learn from and are judged by: texts of the model's own, with its hidden states on disk.
+
+    prompts ---- the target decodes them ----> tokens   a  b  c  d          one stream of all texts
+                        |                      states  h_a h_b h_c          behind some layers and the last
+                        `-- keeps every state          |   |
+                                               exits   h_a (layer e) should say what h_a (last layer) says
+                                               drafter (h_a, b) should say what h_b (last layer) says
+
+No corpus is needed, and the backbone runs once: training reads states, not texts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import kernels
+from checkpoint import Tokenizer, apply_chat, fingerprint_of, write_atomically
+from decode import Batch, Block, PlainStep, SamplingParams, pack, run_loop
+from model import GPT, DraftHead
+
+PROMPTS = Path(__file__).resolve().parent / "prompts" / "train.json"
+KINDS = {"chat": 0.35, "chat_code": 0.13, "chat_math": 0.04, "rewrite": 0.1, "prose": 0.13, "code": 0.1, "self": 0.15}
+TEMPERATURES = {0.0: 0.45, 0.7: 0.25, 1.0: 0.3}
+LONGEST = 320  # tokens of a text, prompt included
+
+
+# ------------------------------------------------------------------------------------------------------- prompts
+
+
+def draw_prompt(rng: random.Random, stock: dict, kinds: dict, chat) -> str:
+    """A prompt from prompts/train.json: a form, filled in. chat(text) puts a user's message into the model's template, and
+    chat(None) ends where the user begins to speak, so that the model asks itself ("self"; Xu et al. 2024)."""
+    kind = rng.choices(list(kinds), list(kinds.values()))[0]
+    if kind == "self":
+        return chat(None)
+    topic, other = rng.sample(stock["topics"], 2)
+    words = {"topic": topic, "other": other, "task": rng.choice(stock["tasks"]), "item": rng.choice(stock["items"])}
+    words |= {"Topic": topic[0].upper() + topic[1:], "Other": other[0].upper() + other[1:]}
+    words |= {"text": rng.choice(stock["texts"]), "a": rng.randrange(2, 100), "b": rng.randrange(2, 20)}
+    words |= {"c": rng.randrange(100, 1000)}
+    text = rng.choice(stock[kind])
+    for name, word in words.items():  # str.format would stumble over the braces of code
+        text = text.replace(f"{{{name}}}", str(word))
+    return text if kind in ("prose", "code") else chat(text)
+
+
+def chat_of(tokenizer: Tokenizer):
+    """chat(text) for draw_prompt, None where the model has no template."""
+    if tokenizer.chat_template is None:
+        return None
+
+    def chat(text: str | None) -> str:
+        mark = "\0"
+        whole = apply_chat(tokenizer, [{"role": "user", "content": mark if text is None else text}])
+        return whole[: whole.index(mark)] if text is None else whole
+
+    return chat
+
+
+def own_prompts(tokenizer: Tokenizer, seed: int):
+    """Endless prompts of many kinds, as token ids."""
+    stock, rng, chat = json.loads(PROMPTS.read_text()), random.Random(f"{seed} prompts"), chat_of(tokenizer)
+    kinds = {kind: share for kind, share in KINDS.items() if chat or kind in ("prose", "code")}
+    while True:
+        yield tokenizer.encode(draw_prompt(rng, stock, kinds, chat), special=True)
+
+
+def cut_prompts(stream: torch.Tensor, seed: int):
+    """Endless prompts cut from a text (N,): 16 tokens and more."""
+    rng = random.Random(f"{seed} prompts")
+    while True:
+        n = rng.randrange(min(16, len(stream) // 2), min(LONGEST // 2, len(stream)))
+        start = rng.randrange(len(stream) - n)
+        yield stream[start : start + n].tolist()
+
+
+# ---------------------------------------------------------------------------------------------------- recordings
+
+
+@dataclass
+class Recording:
+    """A stream of N positions of a frozen target.
+
+    tokens (N,) int32: the token after each position; texts (N,) int32: the text it belongs to; temperatures (texts,): what it
+    was drawn at; states (N, depths, C) bfloat16: hidden states behind `layers`, the last layer last, mapped from disk.
+    """
+
+    tokens: torch.Tensor
+    texts: torch.Tensor
+    temperatures: torch.Tensor
+    states: torch.Tensor
+    layers: tuple[int, ...]
+
+    def held_out(self) -> int:
+        """First position of the texts that no head is trained on: the last twentieth."""
+        last = int(self.texts[-1])
+        return int((self.texts <= last - max(last // 20, 1)).sum())
+
+    def at(self, layer: int) -> torch.Tensor:
+        return self.states[:, self.layers.index(layer)]
+
+
+class RecordingStep(PlainStep):
+    """Plain decoding that keeps the hidden states behind `layers` of every position."""
+
+    def __init__(self, layers: tuple[int, ...]):
+        self.layers = layers
+
+    def start(self, batch: Batch) -> None:
+        self.states = []
+        for tokens in batch.tokens:
+            ids = torch.tensor([tokens[:-1]], device=batch.model.device)
+            self.states.append([x[0] for x in self.run(batch.model, ids, torch.arange(ids.shape[1])[None], None)[1:]])
+
+    def run(self, model: GPT, ids, positions, cache) -> list[torch.Tensor]:
+        """x (B, T, C) behind the last layer, then states (B, T, depths, C)."""
+        positions = positions.to(model.device)
+        x, states, first = model.embed(ids, positions), [], 0
+        for layer in self.layers:
+            x = model.run_layers(x, cache, positions, first, layer)
+            states.append(x)
+            first = layer
+        return [x, torch.stack(states, 2)]
+
+    def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
+        model, n_layer = batch.model, batch.model.config.n_layer
+        ids, positions = pack(
+            [batch.tokens[row][-1:] for row in rows], [len(batch.tokens[row]) - 1 for row in rows], model.device
+        )
+        x, states = self.run(model, ids, positions, batch.rows_cache(rows))
+        for row, state in zip(rows, states):
+            self.states[row].append(state)
+        tokens, log_probs = batch.sampler.sample(rows, model.logits(x[:, 0]))
+        return [Block([t], [lp], ["plain"], [n_layer], 0, n_layer) for t, lp in zip(tokens, log_probs)]
+
+
+def record(target: GPT, prompts, layers, folder: Path, n_tokens: int, max_bytes: float, stop, seed: int) -> None:
+    """The target decodes prompts until there are n_tokens positions, or max_bytes of states in folder/states.bin.
+
+    Groups of texts take turns at the temperatures, so that greedy and sampled text are both learnt.
+    """
+    width = target.config.n_embd
+    n_tokens = min(n_tokens, int(max_bytes / (2 * width * len(layers))))
+    longest, rng = min(LONGEST, target.config.block_size), random.Random(f"{seed} lengths")
+    tokens, texts, temperatures = [], [], []
+    folder.mkdir(parents=True, exist_ok=True)
+    bar = tqdm(total=n_tokens, desc="the target writes", unit=" tokens", dynamic_ncols=True)
+
+    def write(path: Path) -> None:
+        with path.open("wb") as file:
+            while len(tokens) < n_tokens:
+                temperature = rng.choices(list(TEMPERATURES), list(TEMPERATURES.values()))[0]
+                group = [next(prompts)[: longest * 3 // 4] for _ in range(128)]
+                n_new = min(rng.randrange(96, 257), longest - max(map(len, group)))
+                sampling = SamplingParams(max(n_new, 1), temperature, seed=rng.randrange(2**31), stop_tokens=stop)
+                step = RecordingStep(layers)
+                for prompt, out, states in zip(group, run_loop(target, group, sampling, step), step.states):
+                    if out.finish_reason == "interrupted":
+                        raise KeyboardInterrupt
+                    said = (prompt + out.tokens)[1:]
+                    states = torch.cat(states).to("cpu", torch.bfloat16)[: len(said)]
+                    file.write(states.contiguous().view(torch.int16).numpy().tobytes())
+                    tokens.extend(said)
+                    texts.extend([len(temperatures)] * len(said))
+                    temperatures.append(temperature)
+                    bar.update(len(said))
+
+    with bar:
+        write_atomically(folder / "states.bin", write)
+    lists = (torch.tensor(x, dtype=torch.int32) for x in (tokens, texts))
+    content = [*lists, torch.tensor(temperatures), tuple(layers), fingerprint_of(target)]
+    write_atomically(folder / "recording.pt", lambda p: torch.save(content, p))
+
+
+def open_recording(folder: Path, target: GPT, wanted: tuple[int, ...]) -> Recording:
+    """What record wrote; states stay on disk. ValueError where it is another model's, or lacks a layer that is wanted."""
+    tokens, texts, temperatures, layers, owner = torch.load(folder / "recording.pt", weights_only=True)
+    if owner != fingerprint_of(target):
+        raise ValueError(f"{folder}: recorded from another model; give another --recording, or delete it")
+    if layers != wanted:
+        raise ValueError(
+            f"{folder}: holds states behind layers {layers}, wanted are {wanted}; delete it to record anew"
+        )
+    width = target.config.n_embd
+    size = len(tokens) * len(layers) * width
+    states = torch.from_file(str(folder / "states.bin"), size=size, dtype=torch.bfloat16)
+    return Recording(tokens, texts, temperatures, states.view(len(tokens), len(layers), width), tuple(layers))
+
+
+def frequent_tokens(tokens: torch.Tensor, n: int, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The n most frequent ids, special tokens always among them, sorted; ties go to the lower id, as do ids never seen."""
+    special = set(tokenizer.special.values())
+    counts = Counter(tokens.tolist())
+    ranked = sorted(range(tokenizer.n_vocab), key=lambda i: (i not in special, -counts[i], i))
+    return tuple(sorted(ranked[:n]))
+
+
+# -------------------------------------------------------------------------------------------------------- losses
+
+
+def known_law(model: GPT, states: torch.Tensor, vocab: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities (..., n) over the tokens of vocab (n,), after states (..., C) behind the last layer."""
+    logits = kernels.linear(states, model.output_weight, norm=model.final_norm.parameters_of(), index=vocab)
+    return logits.float().log_softmax(-1)
+
+
+def exit_losses(model: GPT, states: torch.Tensor):
+    """states (B, depths, C) -> of each exit the KL to the target's law over exit_vocab (adapter "draft"), then the
+    cross-entropy to the target's best token, where exit_vocab holds it (adapter "exit").
+
+    A drafter wants the whole law, an exit its best token and an honest confidence.
+    """
+    last, vocab = states[:, -1], model.exit_vocab
+    with torch.no_grad():
+        best = model.logits(last).argmax(-1)
+        teacher = known_law(model, last, vocab)
+        labels = torch.searchsorted(vocab, best).clamp(max=len(vocab) - 1)
+        labels = labels.where(vocab[labels] == best, -100)
+    losses = []
+    for adapter in ("draft", "exit"):
+        for i, layer in enumerate(model.config.exit_layers):
+            guess = model.logits(states[:, i], layer, adapter)[:, vocab].float()
+            if adapter == "draft":
+                losses.append(F.kl_div(guess.log_softmax(-1), teacher, reduction="batchmean", log_target=True))
+            else:
+                losses.append(F.cross_entropy(guess, labels))
+    return losses
+
+
+def unrolled(head: DraftHead, target: GPT, tokens, states, texts, n_steps: int):
+    """The head's outputs (B, T, C) at n_steps drafts in a row, with its own outputs as features from the second on.
+
+    tokens, texts (B, T), states (B, T, C). Draft s at place t follows the true features up to place t - s and the head's own
+    from there on: its attention reads the keys of step 0 up to t - s, and one key of each later step (Li et al. 2025).
+    """
+    n_batch, length = tokens.shape
+    block, groups = head.block, head.block.n_head // head.block.n_kv
+    places = torch.arange(length, device=tokens.device).expand(n_batch, -1)
+    cos, sin = target._rotary_at(places)
+    told = head.token_norm(target.embed(tokens, places))
+    together = texts[:, :, None] == texts[:, None, :]
+    features, keys, values, outputs = states, [], [], []
+    for step in range(n_steps):
+        x = head.fuse(torch.cat((told, head.feature_norm(features)), -1))
+        qkv = block.qkv(x, block.attn_norm).unflatten(-1, (-1, block.head_dim))
+        q, k, v = qkv.split((block.n_head, block.n_kv, block.n_kv), 2)
+        if cos is not None:
+            q, k = kernels.rotate_ref(q, cos, sin), kernels.rotate_ref(k, cos, sin)
+        keys.append(k.repeat_interleave(groups, 2).transpose(1, 2))  # (B, H, T, D)
+        values.append(v.repeat_interleave(groups, 2).transpose(1, 2))
+        q = q.transpose(1, 2) / block.head_dim**0.5
+        seen = together & torch.ones_like(together).tril(-step)
+        scores = (q @ keys[0].transpose(2, 3)).float().masked_fill(~seen[:, None], -1e9)
+        late = [shifted(x, step - s, 2) for s, x in enumerate(keys) if s]  # the key of step s at place t - (step - s)
+        scores = torch.cat([scores, *((q * k).sum(-1, keepdim=True).float() for k in late)], -1)
+        weights = scores.softmax(-1).to(q.dtype)
+        y = weights[..., :length] @ values[0]
+        for i, s in enumerate(range(1, step + 1)):
+            y = y + weights[..., length + i, None] * shifted(values[s], step - s, 2)
+        x = block.attn_out(y.transpose(1, 2).flatten(2), residual=x)
+        activation = "gelu" if block.arch == "gpt2" else "swiglu"
+        x = block.down(block.up(x, block.mlp_norm, activation), residual=x)
+        outputs.append(x)
+        features = shifted(x, 1, 1)
+    return outputs
+
+
+def shifted(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
+    """x with what stood n places before, zeros at the start."""
+    if n == 0:
+        return x
+    kept = x.narrow(dim, 0, x.shape[dim] - n)
+    return torch.cat((torch.zeros_like(x.narrow(dim, 0, n)), kept), dim)
+
+
+def draft_head_losses(head: DraftHead, target: GPT, tokens, texts, states, n_steps: int):
+    """tokens, texts (B, T), states (B, T, C) behind the last layer -> of each draft in a row the KL to the target, the
+    cross-entropy to its best token, and the share of equal best tokens; all over the head's vocabulary."""
+    with torch.no_grad():
+        teacher = known_law(target, states[:, 1:], head.vocab)  # after the token that the head has just been told
+        best = teacher.argmax(-1)
+    same = texts[:, 1:] == texts[:, :-1]
+    kls, crosses, agreements = [], [], []
+    for step, x in enumerate(unrolled(head, target, tokens, states, texts, n_steps)):
+        counts = same[:, step:] & (texts[:, step:-1] == texts[:, : texts.shape[1] - 1 - step])
+        logits = kernels.linear(x[:, step:-1][counts], head.output, norm=head.norm.parameters_of())
+        guess, wanted, token = logits.float().log_softmax(-1), teacher[:, step:][counts], best[:, step:][counts]
+        kls.append(F.kl_div(guess, wanted, reduction="batchmean", log_target=True))
+        crosses.append(F.nll_loss(guess, token))
+        agreements.append((guess.argmax(-1) == token).float().mean())
+    return kls + crosses + agreements
+
+
+def new_draft_head(target: GPT, vocab, seed: int) -> DraftHead:
+    """A head that begins as the target's last block, on features as they are and a little of the token."""
+    torch.manual_seed(seed)
+    head, width = DraftHead(target.config, vocab), target.config.n_embd
+    head.block.load_state_dict(target.blocks[-1].state_dict())
+    head.norm.load_state_dict(target.final_norm.state_dict())
+    with torch.no_grad():
+        head.fuse.weight.normal_(std=0.02)
+        head.fuse.weight[:, width:].copy_(torch.eye(width))
+    head.requires_grad_(True).attach(target)
+    return head
+
+
+# ------------------------------------------------------------------------------------------------------- figures
+
+
+def fit_platt(confidence: torch.Tensor, agrees: torch.Tensor) -> tuple[float, float]:
+    """Slope and bias (Platt 1999): sigmoid(slope * logit(confidence) + bias) is the chance that agrees (N,) bool is true."""
+    x, y = kernels.logit(confidence.double()), agrees.double()
+    slope, bias = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for _ in range(50):  # Newton's method, a little damped towards slope 1, bias 0: the data may separate
+        p = torch.sigmoid(slope * x + bias)
+        w = (p * (1 - p)).clamp(min=1e-9)
+        error = p - y
+        gradient = torch.stack(((error * x).sum() + slope - 1, error.sum() + bias))
+        hessian = torch.stack(
+            (torch.stack(((w * x * x).sum() + 1, (w * x).sum())), torch.stack(((w * x).sum(), w.sum() + 1)))
+        )
+        change = torch.linalg.solve(hessian, gradient)
+        slope, bias = slope - change[0], bias - change[1]
+        if change.abs().max() < 1e-9:
+            break
+    return max(float(slope), 1e-3), float(bias)
+
+
+def auroc(score: torch.Tensor, label: torch.Tensor) -> float:
+    """Chance that a random true one of label (N,) bool scores above a random false one, ties half."""
+    _, ranks, counts = score.double().unique(return_inverse=True, return_counts=True)
+    middle = counts.cumsum(0) - (counts - 1) / 2
+    n_true, n_false = int(label.sum()), int((~label).sum())
+    return float((middle[ranks][label].sum() - n_true * (n_true + 1) / 2) / max(n_true * n_false, 1))
+
+
+def calibration_error(confidence: torch.Tensor, agrees: torch.Tensor, n_bins: int = 15) -> float:
+    """Expected calibration error: mean distance of confidence and agreement (N,) over n_bins equal intervals."""
+    bins = (confidence * n_bins).long().clamp(max=n_bins - 1)
+    gaps = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, bins, confidence.double() - agrees.double())
+    return float(gaps.abs().sum() / len(confidence))
+
+
+def coverage(confidence: torch.Tensor, agrees: torch.Tensor, error: float) -> float:
+    """Largest share of the surest positions among which at most `error` disagree."""
+    wrong = (~agrees[confidence.argsort(descending=True)]).double().cumsum(0)
+    n = torch.arange(1, len(wrong) + 1)
+    return float((n * (wrong <= error * n)).max() / len(wrong))
+
+
+@torch.no_grad()
+def judge_exits(model: GPT, states: torch.Tensor) -> dict[int, dict[str, torch.Tensor]]:
+    """states (N, depths, C) -> for each exit, per position: confidence (max_prob of adapter "exit", unscaled), whether its
+    best token is the target's, KL of adapter "draft" to the target's law, and how much of the two laws overlaps."""
+    found = {layer: [] for layer in model.config.exit_layers}
+    for part in states.split(512):
+        x = part.to(model.device, torch.float32)
+        final = model.logits(x[:, -1]).float().log_softmax(-1)
+        law = final.exp()
+        for i, layer in enumerate(model.config.exit_layers):
+            best, _, confidence = model.exit_confidence(x[:, i], layer, "max_prob")
+            guess = model.logits(x[:, i], layer, "draft").float().softmax(-1)
+            kl = (law * (final - guess.clamp(min=1e-10).log())).nan_to_num(0.0).sum(-1)
+            overlap = torch.minimum(law, guess).sum(-1)
+            found[layer].append(torch.stack((confidence, (best == final.argmax(-1)).float(), kl, overlap)).cpu())
+    names = ("confidence", "agrees", "kl", "overlap")
+    return {layer: dict(zip(names, torch.cat(parts, 1))) for layer, parts in found.items()}
+
+
+def exit_figures(judged: dict[str, torch.Tensor], platt: tuple[float, float]) -> dict[str, float]:
+    """Agreement, KL, expected acceptance sum(min(p, q)), and how good the scaled confidence is, of one exit on one text."""
+    agrees = judged["agrees"].bool()
+    sure = kernels.platt(judged["confidence"].double(), *platt)
+    figures = {"positions": len(agrees), "agreement": agrees.double().mean(), "kl": judged["kl"].mean()}
+    figures |= {"overlap": judged["overlap"].mean(), "auroc": auroc(sure, agrees)}
+    figures |= {"calibration_error": calibration_error(sure, agrees)}
+    figures |= {f"coverage_at_{error:g}": coverage(sure, agrees, error) for error in (0.01, 0.02, 0.05)}
+    return {name: round(float(x), 4) for name, x in figures.items()}
+
+
+def judge(model: GPT, recording: Recording, tokenizer: Tokenizer, n_positions: int | None = None):
+    """Held-out texts, greedy and sampled, and a foreign one -> (slope, bias) for each exit, and figures by exit and source.
+
+    The scaling is fitted on every other text, and the figures are those of the rest.
+    """
+    first, states = recording.held_out(), recording.states
+    greedy = recording.temperatures[recording.texts[first:].long()] == 0
+    even = recording.texts[first:] % 2 == 0
+    sources = {"greedy": states[first:][greedy & ~even], "sampled": states[first:][~greedy & ~even]}
+    sources["foreign"] = foreign_states(model, tokenizer, recording.layers, n_positions or 8192)
+    sources = {name: x[:n_positions] for name, x in sources.items()}
+    fitted = judge_exits(model, states[first:][even][:n_positions])
+    scales = [fit_platt(fitted[e]["confidence"], fitted[e]["agrees"]) for e in model.config.exit_layers]
+    figures = {str(layer): {} for layer in model.config.exit_layers}
+    for name, rows in sources.items():
+        for (layer, judged), scale in zip(judge_exits(model, rows).items(), scales):
+            figures[str(layer)][name] = exit_figures(judged, scale)
+    return scales, figures
+
+
+@torch.no_grad()
+def foreign_states(model: GPT, tokenizer: Tokenizer, layers, n_positions: int) -> torch.Tensor:
+    """States (N, depths, C) on prose that the model did not write: the language reference that comes with Python."""
+    text = "\n".join(topics.values())
+    length = min(256, model.config.block_size)
+    ids = torch.tensor(tokenizer.encode(text[: 8 * n_positions])[: n_positions // length * length]).view(-1, length)
+    step, found = RecordingStep(layers), []
+    for part in ids.split(8):
+        at = torch.arange(length).expand_as(part)
+        found.append(step.run(model, part.to(model.device), at, None)[1].flatten(0, 1).cpu())
+    return torch.cat(found)
