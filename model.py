@@ -161,6 +161,10 @@ class Linear(Matrix, nn.Linear):
 
 
 class Embedding(Matrix, nn.Embedding):
+    def reset_parameters(self):
+        if not self.weight.is_meta:  # there, the first random number imports 800 modules: a second
+            super().reset_parameters()
+
     @property
     def shape(self) -> tuple[int, int]:
         return self.num_embeddings, self.embedding_dim
@@ -282,7 +286,7 @@ class GPT(nn.Module):
         self.cache_dtype: torch.dtype | None = None  # torch.int8 for instance; the model's own when None
         self.fingerprint: str | None = None  # of the file that the backbone came from: checkpoint.fingerprint
         self.token_embedding = Embedding(config.vocab_size, config.n_embd)
-        self.position_embedding = nn.Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
+        self.position_embedding = Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.final_norm = Norm(config)
         self.exits = nn.ModuleDict({str(e): ExitHead(config) for e in config.exit_layers})
@@ -295,7 +299,8 @@ class GPT(nn.Module):
         self.register_buffer("exit_vocab", exit_vocab, persistent=False)
         self.packed_output: kernels.Weight | None = None  # of a packed model whose output is the embedding
         self.packed_exit_output: kernels.Weight | None = None  # of a packed model: the rows of exit_vocab
-        self.apply(self._init_weights)
+        if not self.final_norm.weight.is_meta:
+            self.apply(self._init_weights)
 
     def _init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -324,7 +329,10 @@ class GPT(nn.Module):
         Matrices of the blocks, the output and exit adapters may be quantised to int8 or int4, the token embedding to int8.
         """
         path, _, leaf = name.rpartition(".")
-        module = dict(self.named_modules()).get(path)
+        try:
+            module = self.get_submodule(path)
+        except AttributeError:
+            module = None
         old = None if module is None or leaf in module._buffers else getattr(module, leaf, None)
         matrix = isinstance(module, Matrix) and leaf == "weight"
         if not matrix and not isinstance(old, nn.Parameter):
