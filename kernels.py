@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -976,9 +977,7 @@ def exit_confidence_ref(
 
     vocab: sorted ids (int64) that the head knows; ids from n_used on are padding. Ties go to the lowest id.
     """
-    if isinstance(weight, QuantizedWeight):
-        weight = dequantize(weight, x.dtype, x.shape[-1])
-    logits = linear_ref(x, weight if vocab is None else weight[vocab], norm=norm)
+    logits = linear_ref(x, weight, norm=norm, index=vocab)
     if vocab is None and n_used is not None:
         logits = logits[..., :n_used]
     logits = full_precision(logits)
@@ -1060,7 +1059,7 @@ def _exit_merge_kernel(
 
 def exit_confidence(
     x: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    weight: Weight,
     norm: Norm | None = None,
     vocab: torch.Tensor | None = None,
     n_used: int | None = None,
@@ -1107,16 +1106,42 @@ class Norm(NamedTuple):
     weight: torch.Tensor  # (C,)
     bias: torch.Tensor | None
     eps: float
+    twice: torch.Tensor | None = None  # (2 C,) the weight two times over: see normalise
 
 
 class QuantizedWeight(NamedTuple):
-    """Weight-only quantisation of a matrix (out, in): scale * n + offset, n an integer."""
+    """Weight-only quantisation of a matrix (out, in): scale * n + offset, n an integer.
+
+    Scale and offset of int4 may be of any floating dtype; `quantize` gives bfloat16. `pack` rounds them to the activations' dtype,
+    since a CPU's product takes no other: float16 scales under bfloat16 activations move a weight by about 1/64 of a step.
+    """
 
     data: torch.Tensor  # int8 (out, in); or int4, packed (out, in rounded up to 128, // 4) int16
     scale: torch.Tensor  # float32 (out,); or per group (out, groups)
     offset: torch.Tensor | None  # None: 0; or per group
     bits: int
     group: int  # in where there is one scale per row
+
+    def to(self, device) -> QuantizedWeight:
+        return self._replace(**{name: x.to(device) for name, x in self._asdict().items() if torch.is_tensor(x)})
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A matrix (out, in) in the layout that one CPU's products want, which other machines and `torch.save` do not know."""
+
+    data: (
+        torch.Tensor
+    )  # bits 16: oneDNN's blocks of bfloat16, opaque; bits 4: uint8 (out, in // 2), as ATen orders nibbles
+    scales: torch.Tensor | None  # bits 4: scale and offset + 8 * scale (groups, out, 2), in the activations' dtype
+    bits: int
+    shape: tuple[int, int]
+
+    def __deepcopy__(self, memo) -> PackedWeight:
+        return self  # nothing changes it, and oneDNN's tensors cannot be copied
+
+
+Weight = torch.Tensor | QuantizedWeight | PackedWeight  # of a product
 
 
 PACK = 128  # int4: nibble q of word j of a block holds input q * 32 + j, so that a plane of nibbles meets consecutive x
@@ -1125,11 +1150,12 @@ PACK = 128  # int4: nibble q of word j of a block holds input q * 32 + j, so tha
 def quantize(weight: torch.Tensor, bits: int = 8, group: int = 128) -> QuantizedWeight:
     """Round a matrix (out, in) to int8 with a scale per row, or to int4 with scale and offset per group of 32 or 128 inputs.
 
-    int4 scales are bfloat16: with them a weight of group 128 takes 4.25 bits. Integers are chosen for the rounded scales.
+    Scales have bfloat16's bits: with them an int4 weight of group 128 takes 4.25. Integers are chosen for the rounded scales.
     """
     weight = weight.detach().float()
     if bits == 8:
-        scale = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        # rounded to bfloat16, as the CPU's product reads it
+        scale = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny).bfloat16().float()
         data = (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
         return QuantizedWeight(data, scale, None, 8, weight.shape[1])
     if bits != 4 or group not in (32, 128):
@@ -1150,15 +1176,73 @@ def pack_int4(nibbles: torch.Tensor) -> torch.Tensor:
     return words.flatten(1).to(torch.int16)  # wraps
 
 
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """What pack_int4 packed, int32."""
+    words = packed.int().unflatten(1, (-1, 1, PACK // 4))
+    shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=words.device)
+    return (words >> shifts[:, None] & 15).flatten(1)  # (out, blocks, q, j)
+
+
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype, n_in: int) -> torch.Tensor:
     """The matrix (out, n_in) that a QuantizedWeight stands for, each value computed in float32 and rounded once."""
     if weight.bits == 8:
         return (weight.data.float() * weight.scale[:, None]).to(dtype)
-    words = weight.data.int().unflatten(1, (-1, 1, PACK // 4))
-    nibbles = words >> torch.arange(0, 16, 4, device=words.device)[:, None] & 15  # (out, blocks, q, j)
-    groups = nibbles.flatten(1).unflatten(1, (-1, weight.group)).float()
+    groups = _nibbles(weight.data).unflatten(1, (-1, weight.group)).float()
     full = groups * weight.scale.float()[..., None] + weight.offset.float()[..., None]
     return full.flatten(1)[:, :n_in].to(dtype)
+
+
+def take_rows(weight: Weight, index: slice | torch.Tensor) -> torch.Tensor | QuantizedWeight:
+    """Some rows of a matrix; of a packed one they are taken out of its whole."""
+    if isinstance(weight, PackedWeight):
+        weight = unpack(weight)
+    if not isinstance(weight, QuantizedWeight):
+        return weight[index]
+    offset = None if weight.offset is None else weight.offset[index]
+    return weight._replace(data=weight.data[index], scale=weight.scale[index], offset=offset)
+
+
+def pack(weight: Weight, dtype: torch.dtype, n_in: int) -> Weight:
+    """The matrix (out, n_in) as this CPU's products with few rows of activations in `dtype` want it, or itself.
+
+    bfloat16: oneDNN's blocks, where the CPU has bfloat16 instructions. int8: itself, its scale in `dtype`. int4: ATen's blocks,
+    scale and offset rounded to `dtype`. What has no such operator (float64, odd shapes) stays as it is.
+    """
+    if not isinstance(weight, QuantizedWeight):
+        able = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or dtype != torch.bfloat16 or not able:
+            return weight
+        weight = weight.detach().contiguous()
+        return PackedWeight(torch.ops.mkldnn._reorder_linear_weight(weight, 1), None, 16, tuple(weight.shape))
+    if weight.data.device.type != "cpu" or dtype == torch.float64:
+        return weight
+    n_out = len(weight.data)
+    if weight.bits == 8:
+        return weight._replace(data=_aligned(weight.data), scale=weight.scale.to(dtype))
+    if n_in % 32 or n_out % 16:
+        return weight
+    group = weight.group if n_in % weight.group == 0 else 32
+    scale, offset = (
+        x.float().repeat_interleave(weight.group // group, 1)[:, : n_in // group] for x in weight[1:3]
+    )  # (out, groups)
+    scales = torch.stack((scale, offset + 8 * scale), -1).to(dtype).transpose(0, 1).contiguous()
+    data = torch.ops.aten._convert_weight_to_int4pack_for_cpu(_nibbles(weight.data)[:, :n_in].contiguous(), 1)
+    return PackedWeight(data, scales, 4, (n_out, n_in))
+
+
+def unpack(weight: Weight) -> torch.Tensor | QuantizedWeight:
+    """What was packed, in the layout of every other place; the scales of int4 stay rounded."""
+    if not isinstance(weight, PackedWeight):
+        return weight
+    if weight.bits == 16:
+        return weight.data.to_dense()
+    n_out, n_in = weight.shape
+    group = n_in // len(weight.scales)
+    ones = torch.tensor((1.0, 8.0)).expand(len(weight.scales), n_out, 2).contiguous()  # 1 * (n - 8) + 8
+    nibbles = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(n_in), weight.data, group, ones).t()
+    padding = -n_in % PACK
+    scale, shift = F.pad(weight.scales.float().transpose(0, 1), (0, 0, 0, padding // group)).unbind(-1)
+    return QuantizedWeight(pack_int4(F.pad(nibbles, (0, padding))), scale, shift - 8 * scale, 4, group)
 
 
 def norm_ref(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -1167,12 +1251,20 @@ def norm_ref(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
 
 
+def normalise(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """norm_ref. On a CPU, PyTorch's LayerNorm is one kernel and its RMSNorm many: that of x is the LayerNorm of (x, -x)."""
+    if norm.twice is None:
+        return norm_ref(x, norm)
+    both = torch.cat((x, -x), -1)
+    return F.layer_norm(both, norm.twice.shape, norm.twice, None, norm.eps)[..., : x.shape[-1]]
+
+
 ACTIVATIONS = (None, "gelu", "swiglu")
 
 
 def linear_ref(
     x: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
     activation: str | None = None,
@@ -1185,12 +1277,10 @@ def linear_ref(
     index (out,) int64 takes these rows of a larger weight and bias.
     """
     if norm is not None:
-        x = norm_ref(x, norm)
-    if isinstance(weight, QuantizedWeight):
-        weight = dequantize(weight, x.dtype, x.shape[-1])
+        x = normalise(x, norm)
     if index is not None:
-        weight, bias = weight[index], None if bias is None else bias[index]
-    y = _product(x, weight, bias)
+        weight, bias = take_rows(weight, index), None if bias is None else bias[index]
+    y = _product(x, weight, bias) if isinstance(weight, torch.Tensor) else _small_product(x, weight, bias)
     if activation == "gelu":
         y = F.gelu(y, approximate="tanh")
     elif activation == "swiglu":
@@ -1209,6 +1299,43 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     rows = torch.cat((rows, rows)) if n_rows == 1 else rows
     y = (weight @ rows.t()).t()[:n_rows].contiguous().view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
+
+
+EVEN_ROWS = 8  # a row of a packed product has the same bits in any pass of so many
+INT8_ROWS = 48  # a CPU's int8 product costs by the row: beyond, it is cheaper to widen the matrix once
+
+
+def _small_product(x: torch.Tensor, weight: QuantizedWeight | PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """By the CPU's operators for packed and quantised matrices; by one that is dequantised where they do not apply.
+
+    On x86 they give a row the same bits whatever rides along, in passes of up to EVEN_ROWS (tests/test_kernels.py).
+    """
+    packed, dtype, rows = isinstance(weight, PackedWeight), x.dtype, _aligned(x.reshape(-1, x.shape[-1]))
+    ready = 0 < len(rows) and x.device.type == "cpu" and not (x.requires_grad and torch.is_grad_enabled())
+    if ready and packed and weight.bits == 16 and dtype == torch.bfloat16:
+        n = len(rows)
+        # how oneDNN cuts long rows depends on their number: with up to EVEN_ROWS it is always that one
+        filled = F.pad(rows, (0, 0, 0, EVEN_ROWS - n)) if n < EVEN_ROWS and x.shape[-1] > 1024 else x
+        y = torch.ops.mkldnn._linear_pointwise(filled, weight.data, bias, "none", [], "")
+        return y if filled is x else y[:n].view(*x.shape[:-1], y.shape[-1])
+    if ready and packed and weight.bits == 4 and dtype == weight.scales.dtype:
+        group = weight.shape[1] // len(weight.scales)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight.data, group, weight.scales)
+    elif ready and weight.bits == 8 and dtype != torch.float64 and len(rows) <= INT8_ROWS and x.shape[-1] % 16 == 0:
+        y = torch._weight_int8pack_mm(rows, _aligned(weight.data), weight.scale.to(dtype))
+    elif weight.bits == 8:
+        y = F.linear(rows, weight.data.to(dtype)) * weight.scale.to(dtype)
+    else:
+        weight = unpack(weight)
+        dense = dequantize(weight, dtype, x.shape[-1]) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
+        y = F.linear(rows, dense)
+    y = y.view(*x.shape[:-1], y.shape[-1])
+    return y if bias is None else y + bias
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x as ATen's int8 and int4 products need it, or their aligned loads end the process."""
+    return x if x.is_contiguous() and x.data_ptr() % 64 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 @jit
@@ -1366,12 +1493,12 @@ def _norm_kernel(x, weight, bias, y, x_stride, eps, N_IN: tl.constexpr, BLOCK: t
 MAX_LINEAR_ROWS = 64  # beyond, the library's product: weights are no longer what limits it
 
 
-def few_rows(impl: str, x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, *others: torch.Tensor | None) -> bool:
+def few_rows(impl: str, x: torch.Tensor, weight: Weight, *others: torch.Tensor | None) -> bool:
     """Whether the kernels below take a product of x and weight; training and long blocks have the reference."""
-    data = weight.data if isinstance(weight, QuantizedWeight) else weight
+    data = weight if isinstance(weight, torch.Tensor) else weight.data
     fits = 0 < x.numel() <= MAX_LINEAR_ROWS * x.shape[-1]
     wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, data, *others))
-    return on_triton(impl, x) and fits and not wants_grad
+    return on_triton(impl, x) and fits and not wants_grad and not isinstance(weight, PackedWeight)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -1380,7 +1507,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _operands(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, norm: Norm | None):
+def _operands(x: torch.Tensor, weight: Weight, norm: Norm | None):
     """Rows (n, in) and what else a product's launch needs. Tiles follow from dtypes and the weight's shape, never from n.
 
     By Little's law 24 KB of weights in flight per SM hide the memory's latency at 4 TB/s (not measured yet); shared memory stays below 64 KB, AMD's limit.
@@ -1397,7 +1524,7 @@ def _operands(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, norm: Nor
             x, norm.weight, norm.bias, y, x.stride(0), norm.eps, n_in, block, num_warps=8, enable_fp_fusion=True
         )
         x, norm = y, None
-    gain, shift, eps = norm or (None, None, 0.0)
+    gain, shift, eps = (None, None, 0.0) if norm is None else norm[:3]
     if x.dtype == torch.float32:
         block_n, block_k, stages = 16, 32, 2
     else:  # narrow matrices take small blocks, to reach all SMs
@@ -1411,7 +1538,7 @@ def _operands(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, norm: Nor
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
     activation: str | None = None,

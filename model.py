@@ -127,10 +127,56 @@ class KVCache:
         return view
 
 
-class Linear(nn.Linear):
+class Matrix(nn.Module):
+    """What Linear and Embedding share: `weight` is a parameter, or a kernels.QuantizedWeight or PackedWeight in its place."""
+
+    def set_weight(self, weight: kernels.Weight) -> None:
+        """Take over the weight, without a copy."""
+        del self.weight  # a module keeps parameters and other attributes in different places
+        self.weight = nn.Parameter(weight) if isinstance(weight, torch.Tensor) else weight
+
+    def _apply(self, fn, recurse=True):
+        """Of a quantised weight only the device changes; a packed one is for this CPU and dtype, so it is unpacked."""
+        if isinstance(self.weight, kernels.PackedWeight):
+            self.set_weight(kernels.unpack(self.weight))
+        if isinstance(self.weight, kernels.QuantizedWeight):
+            self.weight = self.weight.to(fn(self.weight.data).device)
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        weight = kernels.unpack(self.weight)
+        quantised = isinstance(weight, kernels.QuantizedWeight)
+        if quantised:
+            raise ValueError(f"{prefix}weight is quantised: save the model before it is quantised")
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if weight is not self.weight:
+            destination[prefix + "weight"] = weight
+
+
+class Linear(Matrix, nn.Linear):
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
     def forward(self, x, norm: Norm | None = None, activation=None, residual=None, impl: str = "auto"):
         parameters = None if norm is None else norm.parameters_of()
         return kernels.linear(x, self.weight, self.bias, parameters, activation, residual, impl=impl)
+
+
+class Embedding(Matrix, nn.Embedding):
+    def reset_parameters(self):
+        if not self.weight.is_meta:  # there, the first random number imports 800 modules: a second
+            super().reset_parameters()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_embeddings, self.embedding_dim
+
+    def forward(self, tokens, dtype: torch.dtype = torch.float32):
+        """tokens (...) int64 -> (..., C), in the weight's dtype, or in `dtype` where it is quantised."""
+        if isinstance(self.weight, torch.Tensor):
+            return super().forward(tokens)
+        return (self.weight.data[tokens] * self.weight.scale[tokens][..., None].float()).to(dtype)
 
 
 class Norm(nn.Module):
@@ -141,12 +187,17 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.n_embd))
         self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.arch == "gpt2" else None
         self.eps = config.norm_eps
+        self.twice: torch.Tensor | None = None  # of a packed model: see kernels.normalise
 
     def parameters_of(self) -> kernels.Norm:
-        return kernels.Norm(self.weight, self.bias, self.eps)
+        return kernels.Norm(self.weight, self.bias, self.eps, self.twice)
+
+    def _apply(self, fn, recurse=True):
+        self.twice = None
+        return super()._apply(fn, recurse)
 
     def forward(self, x):
-        return kernels.norm_ref(x, self.parameters_of())
+        return kernels.normalise(x, self.parameters_of())
 
 
 class Pass(NamedTuple):
@@ -193,8 +244,12 @@ class Block(nn.Module):
     def keys_values(self, x, at: Pass):
         """Only what the cache needs of x (B, T, C): k, v (B, T, G, D)."""
         skip = self.n_head * self.head_dim
-        bias = None if self.qkv.bias is None else self.qkv.bias[skip:]
-        kv = kernels.linear(x, self.qkv.weight[skip:], bias, self.attn_norm.parameters_of(), impl=at.impl)
+        if isinstance(self.qkv.weight, kernels.PackedWeight):
+            kv = self.qkv(x, self.attn_norm, impl=at.impl)[..., skip:]  # its rows cannot be taken apart
+        else:
+            bias = None if self.qkv.bias is None else self.qkv.bias[skip:]
+            rows = kernels.take_rows(self.qkv.weight, slice(skip, None))
+            kv = kernels.linear(x, rows, bias, self.attn_norm.parameters_of(), impl=at.impl)
         k, v = kv.unflatten(-1, (-1, self.head_dim)).chunk(2, 2)
         return (k if at.cos is None else kernels.rotate(k, at.cos, at.sin)), v
 
@@ -241,7 +296,7 @@ class DraftHead(nn.Module):
     def attach(self, target: GPT) -> None:
         """Draft for this target from now on."""
         self.target = (target,)  # in a tuple: no part of this module
-        self.output = target.output_rows(self.vocab)
+        self.output = kernels.take_rows(target.output_weight, self.vocab)
 
     def forward(self, tokens, features, cache: KVCache, positions) -> torch.Tensor:
         """-> (B, T, C); keys and values go to `cache` at positions (B, T), -1 is padding."""
@@ -260,7 +315,10 @@ class DraftHead(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder with exit heads; random float32 weights until a checkpoint is loaded into it."""
+    """Decoder with exit heads; random float32 weights until a checkpoint is loaded into it.
+
+    Under `with torch.device("meta")` it is built without weights, for set_weight to bring them.
+    """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -268,8 +326,8 @@ class GPT(nn.Module):
         self.impl = "auto"  # kernels or references: kernels.IMPLEMENTATIONS
         self.cache_dtype: torch.dtype | None = None  # torch.int8 for instance; the model's own when None
         self.fingerprint: str | None = None  # of the file that the backbone came from: checkpoint.fingerprint
-        self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
-        self.position_embedding = nn.Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
+        self.token_embedding = Embedding(config.vocab_size, config.n_embd)
+        self.position_embedding = Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.final_norm = Norm(config)
         self.exits = nn.ModuleDict({str(e): ExitHead(config) for e in config.exit_layers})
@@ -278,9 +336,12 @@ class GPT(nn.Module):
             cos, sin = rotary_tables(config)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
-        exit_vocab = None if config.exit_vocab is None else torch.tensor(config.exit_vocab)
+        exit_vocab = None if config.exit_vocab is None else torch.tensor(config.exit_vocab, device="cpu")
         self.register_buffer("exit_vocab", exit_vocab, persistent=False)
-        self.apply(self._init_weights)
+        self.packed_output: kernels.Weight | None = None  # of a packed model whose output is the embedding
+        self.packed_exit_output: kernels.Weight | None = None  # of a packed model: the rows of exit_vocab
+        if not self.final_norm.weight.is_meta:
+            self.apply(self._init_weights)
 
     def set_exits(self, layers, vocab=None, adapters=()) -> None:
         """Give the model new exit heads at these layers, in place of its own."""
@@ -305,11 +366,70 @@ class GPT(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.token_embedding.weight.device
+        return self.final_norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.token_embedding.weight.dtype
+        """Of activations; quantised weights have their own."""
+        return self.final_norm.weight.dtype
+
+    def set_weight(self, name: str, weight: torch.Tensor | kernels.QuantizedWeight) -> None:
+        """Put a weight, without a copy, where the state_dict of an unquantised model has `name`; raises ValueError.
+
+        Matrices of the blocks, the output and exit adapters may be quantised to int8 or int4, the token embedding to int8.
+        """
+        path, _, leaf = name.rpartition(".")
+        try:
+            module = self.get_submodule(path)
+        except AttributeError:
+            module = None
+        old = None if module is None or leaf in module._buffers else getattr(module, leaf, None)
+        matrix = isinstance(module, Matrix) and leaf == "weight"
+        if not matrix and not isinstance(old, nn.Parameter):
+            raise ValueError(f"{name} is no weight of this model: names are those of its state_dict")
+        shape, quantised = module.shape if matrix else old.shape, isinstance(weight, kernels.QuantizedWeight)
+        if quantised:
+            if not matrix or (weight.bits == 4 and isinstance(module, Embedding)):
+                raise ValueError(
+                    f"{name} cannot have {weight.bits} bits: choose int8 for the embedding, none for vectors"
+                )
+            n_data = shape[1] if weight.bits == 8 else -(-shape[1] // kernels.PACK) * (kernels.PACK // 4)
+            fits = weight.data.shape == (shape[0], n_data)
+        else:
+            fits = weight.shape == shape and weight.is_floating_point()
+        if not fits:
+            data = weight.data if quantised else weight
+            raise ValueError(f"{name} is {data.dtype} {tuple(data.shape)}: this model has {tuple(shape)} there")
+        if matrix:
+            module.set_weight(weight)
+        else:
+            setattr(module, leaf, nn.Parameter(weight))
+
+    def pack(self) -> GPT:
+        """Lay the weights out for decoding on this CPU, for good: they are then no parameters (kernels.pack). Elsewhere nothing.
+
+        The dense ones are freed one by one. `.to()` undoes it; a state_dict holds copies of what was packed.
+        """
+        if self.device.type != "cpu" or self.dtype == torch.float64:
+            return self
+        vocab = self.exit_vocab
+        if vocab is not None:
+            self.packed_exit_output = self._packed(kernels.take_rows(self.output_weight, vocab))
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.set_weight(kernels.pack(module.weight, self.dtype, module.in_features))
+            elif isinstance(module, Norm) and module.bias is None and self.dtype == torch.bfloat16:
+                module.twice = torch.cat((module.weight, module.weight)).detach()
+        if self.output is None:
+            self.packed_output = self._packed(self.token_embedding.weight)
+        return self
+
+    def _packed(self, weight: kernels.Weight) -> kernels.Weight:
+        return kernels.pack(weight, self.dtype, self.config.n_embd)
+
+    def _apply(self, fn, recurse=True):
+        self.packed_output = self.packed_exit_output = None
+        return super()._apply(fn, recurse)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """A cache on the model's device, in cache_dtype or its own dtype."""
@@ -319,14 +439,16 @@ class GPT(nn.Module):
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """tokens, positions (B, T) int64; position -1 is padding -> x (B, T, C)."""
-        x = self.token_embedding(tokens)
+        x = self.token_embedding(tokens, self.dtype)
         return x if self.position_embedding is None else x + self.position_embedding(positions.clamp(min=0))
 
     def _rotary_at(self, positions):
         if self.config.arch == "gpt2":
             return None, None
         at = positions.clamp(min=0)
-        return self.cos[at][:, :, None], self.sin[at][:, :, None]  # (B, T, 1, D)
+        # rounded to the activations' dtype here too: set_weight leaves the tables in float32
+        cos, sin = self.cos[at].to(self.dtype), self.sin[at].to(self.dtype)
+        return cos[:, :, None], sin[:, :, None]  # (B, T, 1, D)
 
     def run_layers(self, x, cache: KVCache | None, positions, first: int, last: int) -> torch.Tensor:
         """Layers first .. last-1 on x (B, T, C) at positions (B, T): K/V are written there, everything below is read.
@@ -358,10 +480,12 @@ class GPT(nn.Module):
     def logits(self, x, exit_layer: int | None = None, adapter: str = "exit") -> torch.Tensor:
         """x (..., C) -> (..., V) by the final head, or by the head of an exit; -inf for padding and outside exit_vocab."""
         n_used, norm, vocab = self.config.n_vocab_used, self.final_norm, None
+        weight, index = self.output_weight, None
         if exit_layer is not None:
             head, vocab = self._exit(exit_layer, adapter), self.exit_vocab
             x, norm = head.adapt(x, adapter, self.impl), head.norm
-        logits = kernels.linear(x, self.output_weight, norm=norm.parameters_of(), index=vocab, impl=self.impl)
+            weight, index = self._exit_output
+        logits = kernels.linear(x, weight, norm=norm.parameters_of(), index=index, impl=self.impl)
         if vocab is not None:
             known = logits
             logits = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
@@ -374,28 +498,32 @@ class GPT(nn.Module):
         """What the exit's head says of x (N, C): the best token, its log-probability and a confidence, each (N,)."""
         head = self._exit(exit_layer, "exit")
         x, norm = head.adapt(x, "exit", self.impl), head.norm.parameters_of()
-        n_used = self.config.n_vocab_used
-        *best, confidence = kernels.exit_confidence(
-            x, self.output_weight, norm, self.exit_vocab, n_used, kind, self.impl
-        )
-        return *best, self.scaled(confidence, exit_layer, kind)
+        weight, index = self._exit_output
+        n_used = self.config.n_vocab_used if self.exit_vocab is None else None
+        tokens, log_probs, confidences = kernels.exit_confidence(x, weight, norm, index, n_used, kind, self.impl)
+        if index is None and self.exit_vocab is not None:
+            tokens = self.exit_vocab[tokens]
+        return tokens, log_probs, self.scaled(confidences, exit_layer, kind)
 
     def scaled(self, confidence, exit_layer: int, kind: str):
         """A raw confidence of an exit as the chance of agreeing with the full model, where the exit was calibrated."""
         scales = (self.config.exit_platt or {}).get(kind)
-        return (
-            confidence
-            if scales is None
-            else kernels.platt(confidence, *scales[self.config.exit_layers.index(exit_layer)])
-        )
-
-    def output_rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Rows index (n,) of the output matrix, as a copy."""
-        return self.output_weight[index]
+        if scales is None:
+            return confidence
+        return kernels.platt(confidence, *scales[self.config.exit_layers.index(exit_layer)])
 
     @property
-    def output_weight(self) -> torch.Tensor:
+    def output_weight(self) -> kernels.Weight:
+        if self.packed_output is not None:
+            return self.packed_output
         return self.token_embedding.weight if self.output is None else self.output.weight
+
+    @property
+    def _exit_output(self) -> tuple[kernels.Weight, torch.Tensor | None]:
+        """The output matrix of exits, and which of its rows: None for all."""
+        if self.packed_exit_output is not None:
+            return self.packed_exit_output, None
+        return self.output_weight, self.exit_vocab
 
     def _exit(self, exit_layer: int, adapter: str) -> ExitHead:
         if exit_layer not in self.config.exit_layers:
@@ -416,7 +544,7 @@ class GPT(nn.Module):
 
 def rotary_tables(config: GPTConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """cos, sin (block_size, D) for the half-split rotation, sin signed (-, +): see kernels.rotate. Computed in float64."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
     frequency = config.rope_theta**-half
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -429,6 +557,6 @@ def rotary_tables(config: GPTConfig) -> tuple[torch.Tensor, torch.Tensor]:
         frequency = keep * frequency + (1 - keep) * frequency / scaling["factor"]
     elif kind != "default":
         raise ValueError(f"rope_scaling is {scaling!r}: rope_type must be default, linear or llama3")
-    angle = torch.arange(config.block_size, dtype=torch.float64)[:, None] * frequency
+    angle = torch.arange(config.block_size, dtype=torch.float64, device="cpu")[:, None] * frequency
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1).float(), torch.cat((-sin, sin), -1).float()

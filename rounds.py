@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def runs_alone(model: GPT, sampling: SamplingParams) -> bool:
     """Whether the model's rounds need no host: Triton kernels, and no penalty or bias, for which it keeps the history."""
     trivial = sampling.repetition_penalty == 1 and not sampling.logit_bias
-    return isinstance(model, GPT) and trivial and kernels.on_triton(model.impl, model.token_embedding.weight)
+    return isinstance(model, GPT) and trivial and kernels.on_triton(model.impl, model.final_norm.weight)
 
 
 def captured(function: Callable[[], torch.Tensor], device: torch.device, pool) -> Callable[[], torch.Tensor]:

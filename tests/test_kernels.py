@@ -549,3 +549,94 @@ def test_a_product_of_few_rows_is_the_product(bias):
 def test_a_tiny_top_p_keeps_the_best_token():
     law = kernels.process_logits_ref(torch.tensor([[0.0, 2.0, 1.0]]), 1.0, top_p=1e-320)
     assert law.softmax(-1).tolist() == [[0.0, 1.0, 0.0]]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The CPU's own products
+
+
+def small_weight(kind: str, n_out: int, n_in: int, dtype):
+    """A packed or quantised matrix and the float64 matrix that it stands for."""
+    torch.manual_seed(n_out + n_in)
+    dense = torch.randn(n_out, n_in) * 0.1
+    weight = (
+        dense.to(dtype)
+        if kind == "dense"
+        else kernels.quantize(dense, *{"int8": (8,), "g32": (4, 32), "g128": (4, 128)}[kind])
+    )
+    packed = kernels.pack(weight, dtype, n_in)
+    if kind == "dense":
+        return packed, weight.double()
+    plain = kernels.unpack(packed)
+    return packed, kernels.dequantize(plain, torch.float64, n_in)
+
+
+@pytest.mark.parametrize("n_out, n_in", [(48, 64), (64, 576), (17, 48), (33, 10), (16, 160), (1, 1)])
+@pytest.mark.parametrize("kind", ["dense", "int8", "g32", "g128"])
+def test_products_of_packed_matrices_are_within_the_error_budget(kind, n_out, n_in):
+    """Any shape: where the operator does not take it, it is dequantised. Error at most twice that of the dense product."""
+    for dtype in (torch.bfloat16, torch.float32):
+        weight, true = small_weight(kind, n_out, n_in, dtype)
+        bias, residual = torch.randn(n_out).to(dtype), torch.randn(60, n_out).to(dtype)
+        assert kernels.linear(torch.zeros(0, n_in, dtype=dtype), weight, bias).shape == (0, n_out)
+        for n_rows in (1, 3, 8, 60):  # the last is beyond INT8_ROWS
+            x = torch.randn(n_rows, n_in + 4).to(dtype)[:, 2 : n_in + 2]  # rows with gaps, not aligned
+            y = kernels.linear(x, weight, bias, residual=residual[:n_rows])
+            assert y.shape == (n_rows, n_out) and y.dtype == dtype
+            parts = (x.double() @ true.T, bias.double(), residual[:n_rows].double())
+            dense = kernels.linear_ref(x, true.to(dtype), bias, residual=residual[:n_rows])
+            # one rounding of the product, one of the sum, and those of adding up in float32 are any product's right
+            limit = 2 * (dense.double() - sum(parts)).abs().max() + 2**-23 * (x.double().abs() @ true.T.abs()).max()
+            limit += sum(torch.finfo(dtype).eps * part.abs().max() for part in parts)
+            assert (y.double() - sum(parts)).abs().max() <= limit, (n_rows, dtype)
+
+
+def test_packing_keeps_every_integer_and_goes_back():
+    for group, n_in in ((32, 64), (32, 96), (128, 256), (128, 192)):
+        weight = kernels.quantize(torch.randn(32, n_in), 4, group)
+        packed = kernels.pack(weight, torch.float32, n_in)
+        assert packed.bits == 4 and packed.data.numel() == 32 * n_in // 2
+        values = [kernels.dequantize(w, torch.float64, n_in) for w in (weight, kernels.unpack(packed))]
+        assert torch.allclose(*values, rtol=0, atol=1e-6)
+    dense = torch.randn(48, 40).bfloat16()
+    assert torch.equal(kernels.unpack(kernels.pack(dense, torch.bfloat16, 40)), dense)
+    for weight in (dense.double(), kernels.quantize(dense, 8), kernels.quantize(dense, 4)):
+        assert kernels.pack(weight, torch.float64, 40) is weight  # no operator for it
+
+
+def test_gradients_pass_through_packed_matrices():
+    for kind in ("dense", "int8", "g32"):
+        weight, true = small_weight(kind, 48, 64, torch.bfloat16)
+        x = torch.randn(3, 64).bfloat16().requires_grad_()
+        kernels.linear(x, weight).sum().backward()
+        assert torch.allclose(x.grad.double(), true.sum(0).expand(3, -1), rtol=0.02, atol=0.02)
+
+
+BF16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@pytest.mark.skipif(not BF16, reason="a CPU without bfloat16 instructions: oneDNN takes other kernels")
+@pytest.mark.parametrize("n_out, n_in", [(960, 576), (576, 1536), (3072, 576), (4096, 576)])
+@pytest.mark.parametrize("kind", ["dense", "int8", "g32"])
+def test_a_row_of_a_packed_product_has_the_same_bits_whatever_rides_along(kind, n_out, n_in):
+    """Up to 8 rows: so greedy speculation of up to 7 drafts can be plain decoding, bit for bit."""
+    weight, _ = small_weight(kind, n_out, n_in, torch.bfloat16)
+    norm = kernels.Norm(torch.rand(n_in).bfloat16(), None, 1e-5)
+    norm = norm._replace(twice=torch.cat((norm.weight, norm.weight)))
+    x = torch.randn(8, n_in).bfloat16()
+    alone = torch.cat([kernels.linear(row[None], weight, norm=norm, activation="swiglu") for row in x])
+    for n_rows in range(2, 9):
+        assert torch.equal(kernels.linear(x[:n_rows], weight, norm=norm, activation="swiglu"), alone[:n_rows]), n_rows
+        assert torch.equal(kernels.linear(x[-n_rows:], weight, norm=norm, activation="swiglu"), alone[-n_rows:]), n_rows
+
+
+def test_the_norm_of_packed_models_is_as_exact_as_pytorchs():
+    for dtype, n in ((torch.bfloat16, 576), (torch.bfloat16, 6), (torch.float32, 64)):
+        x, weight = torch.randn(9, n).to(dtype) * 3, torch.rand(n).to(dtype)
+        norm = kernels.Norm(weight, None, 1e-5)
+        true = kernels.norm_ref(x.double(), kernels.Norm(weight.double(), None, 1e-5))
+        errors = [
+            (y.double() - true).abs().max()
+            for y in (kernels.norm_ref(x, norm), kernels.normalise(x, norm._replace(twice=torch.cat((weight, weight)))))
+        ]
+        assert errors[1] <= 2 * errors[0] and errors[1] > 0

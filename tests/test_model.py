@@ -1,13 +1,15 @@
 """The model: the cache changes nothing, the parts add up to the whole, exits and padding are what they say."""
 
+import copy
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import cached, tiny_model, true_states
+from helpers import all_modes, cached, tiny_model, true_states
 
 import decode
+import kernels
 from decode import SamplingParams, generate, read_tokens
 from model import GPT, GPTConfig, KVCache, rotary_tables
 
@@ -335,3 +337,123 @@ def test_wrong_uses_are_refused_in_one_line():
         KVCache(model.config, 1, 8, dtype=torch.int32)
     cache = KVCache(model.config, 2, 8, page_size=4)
     assert cache.capacity == 8 and cache.k.shape == (3, 4, 4, 2, 4) and cache.block_table.tolist() == [[0, 1], [2, 3]]
+
+
+def quantised(model: GPT, bits: int, group=32) -> tuple[GPT, GPT]:
+    """The model with quantised matrices, and one whose dense matrices are those values."""
+    small, dense = copy.deepcopy(model), copy.deepcopy(model)
+    for name, weight in model.state_dict().items():
+        if weight.dim() == 2 and "position" not in name:
+            new = kernels.quantize(weight, 8 if "token" in name else bits, group)
+            small.set_weight(name, new)
+            dense.set_weight(name, kernels.dequantize(new, torch.float64, weight.shape[1]))
+    return small, dense
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_a_model_built_on_meta_is_what_its_weights_make_it(arch):
+    model = tiny_model(arch, poisoned=False, exit_vocab=(0, 3, 7))
+    with torch.device("meta"):
+        built = GPT(model.config)
+    state = model.state_dict()
+    assert all(weight.is_meta for weight in built.state_dict().values()) and built.state_dict().keys() == state.keys()
+    for name, weight in state.items():
+        built.set_weight(name, weight)
+        assert built.state_dict()[name].data_ptr() == weight.data_ptr()  # taken over, not copied
+    assert not any(tensor.is_meta for tensor in (*built.parameters(), *built.buffers()))
+    tokens = torch.randint(24, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert (built.device.type, built.dtype) == ("cpu", torch.float64)
+    for exit_layer in (None, 2):
+        x = [m.run_layers(m.embed(tokens, tokens), None, tokens, 0, 3) for m in (model, built)]
+        assert torch.allclose(*(m.logits(y, exit_layer) for m, y in zip((model, built), x)), rtol=0, atol=1e-6)
+    built.double()  # the rotary tables too, which float32 weights would have left alone
+    assert torch.equal(built(tokens), model(tokens))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantised_model_is_the_one_with_those_values(arch, bits):
+    """In float64 to the last bit or two: every product, the embedding, exits, skipped layers' keys; then moved and recast."""
+    small, dense = quantised(tiny_model(arch, tie_weights=bits == 8, exit_vocab=(0, 3, 7, 19)), bits)
+    prompts = [[1, 2, 3, 4, 5], [7, 8]]
+    for decode_ in ("plain", "exit", "early", "propagate"):
+        outs = [all_modes(m)[decode_](prompts, SamplingParams(12, seed=3)) for m in (small, dense)]
+        assert [out.tokens for out in outs[0]] == [out.tokens for out in outs[1]], decode_
+    tokens = torch.arange(10)[None]
+    assert torch.allclose(small(tokens), dense(tokens), rtol=0, atol=1e-11)
+    scale = small.blocks[0].up.weight.scale
+    small.to(torch.float32)
+    assert small.dtype == small(tokens).dtype == torch.float32 and torch.equal(small.blocks[0].up.weight.scale, scale)
+    assert torch.allclose(small(tokens).double(), dense(tokens), rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="is quantised"):
+        small.state_dict()
+
+
+def test_weights_that_do_not_fit_are_refused():
+    model = tiny_model()
+    eight, four = (kernels.quantize(torch.randn(24, 16), bits) for bits in (8, 4))
+    for name, weight, words in (
+        ("blocks.9.qkv.weight", torch.zeros(2, 2), "is no weight"),
+        ("blocks.0.qkv.scale", torch.zeros(2, 2), "is no weight"),
+        ("cos", torch.zeros(64, 4), "is no weight"),
+        ("blocks.0.qkv.weight", torch.zeros(2, 2), "this model has"),
+        ("blocks.0.qkv.weight", eight, "this model has"),
+        ("blocks.0.qkv.weight", four, "this model has"),
+        ("token_embedding.weight", torch.zeros(24, 16, dtype=torch.int64), "this model has"),
+        ("token_embedding.weight", four, "choose int8"),
+        ("final_norm.weight", eight, "choose int8"),
+    ):
+        with pytest.raises(ValueError, match=words) as error:
+            model.set_weight(name, weight)
+        assert name in str(error.value) and "\n" not in str(error.value)
+    model.set_weight("token_embedding.weight", eight)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4", "int8 float32", "int4 float32"])
+def test_a_packed_model_says_what_it_said(kind):
+    """Logits, exits, skipped layers' keys and state; .to() undoes it, and a copy shares it."""
+    bits, dtype = {"int8": 8, "int4": 4}.get(kind[:4], 16), torch.float32 if "float32" in kind else torch.bfloat16
+    wide = {"n_embd": 64, "n_hidden": 96, "vocab_size": 48}
+    model = tiny_model(poisoned=False, exit_vocab=tuple(range(0, 48, 3)), tie_weights=True, **wide)
+    dense = copy.deepcopy(model)
+    if bits < 16:
+        model, dense = quantised(model, bits)
+    model.to(dtype)
+    before = None if bits < 16 else {name: weight.clone() for name, weight in model.state_dict().items()}
+    tokens = torch.arange(12)[None].expand(3, 12)
+
+    def say(m):
+        x = m.run_layers(m.embed(tokens, tokens), None, tokens, 0, 3)
+        cache = m.new_cache(3, 12)
+        m.fill_kv(x, cache, tokens, 3)
+        tokens_, _, sure = m.exit_confidence(x[:, 5], 2)
+        return [
+            m(tokens),
+            m.logits(x, 2),
+            m.logits(x, 2, "draft"),
+            cache.k[3, :, :12],
+            cache.v[3, :, :12],
+            tokens_,
+            sure,
+        ]
+
+    truth, loose = say(dense), say(model)
+    assert model.pack() is model
+    packed = say(model)
+    # another rounding, not another value: half as far again from the truth as before
+    for got, was, true in zip(packed, loose, truth):
+        finite = true.isfinite()
+        errors = [(y.double() - true)[finite].square().mean().sqrt().item() for y in (got, was)]
+        assert torch.equal(got.isfinite(), finite) and errors[0] <= 1.5 * errors[1] + 1e-6, errors
+    assert all(torch.equal(*pair) for pair in zip(say(copy.deepcopy(model)), packed))
+    if bits == 16:
+        assert {
+            name: torch.equal(weight, before[name]) for name, weight in model.state_dict().items()
+        } == dict.fromkeys(before, True)
+        model.to(dtype)
+        assert all(torch.equal(*pair) for pair in zip(say(model), loose))
+    if dtype == torch.float32:  # else norms and scales were rounded
+        assert all(torch.allclose(*pair, rtol=0, atol=1e-4, equal_nan=True) for pair in zip(say(model.double()), truth))
