@@ -119,7 +119,7 @@ class RecordingStep(PlainStep):
     def start(self, batch: Batch) -> None:
         self.states = []
         for tokens in batch.tokens:
-            ids = torch.tensor([tokens[:-1]], device=batch.model.device)
+            ids = torch.tensor([tokens[:-1]], dtype=torch.int64, device=batch.model.device)
             self.states.append([x[0] for x in self.run(batch.model, ids, torch.arange(ids.shape[1])[None], None)[1:]])
 
     def run(self, model: GPT, ids, positions, cache) -> list[torch.Tensor]:
@@ -211,7 +211,7 @@ def frequent_tokens(tokens: torch.Tensor, n: int, tokenizer: Tokenizer) -> tuple
 def known_law(model: GPT, states: torch.Tensor, vocab: torch.Tensor) -> torch.Tensor:
     """Log-probabilities (..., n) over the tokens of vocab (n,), after states (..., C) behind the last layer."""
     logits = kernels.linear(states, model.output_weight, norm=model.final_norm.parameters_of(), index=vocab)
-    return logits.float().log_softmax(-1)
+    return kernels.full_precision(logits).log_softmax(-1)
 
 
 def exit_losses(model: GPT, states: torch.Tensor):
@@ -260,9 +260,9 @@ def unrolled(head: DraftHead, target: GPT, tokens, states, texts, n_steps: int):
         values.append(v.repeat_interleave(groups, 2).transpose(1, 2))
         q = q.transpose(1, 2) / block.head_dim**0.5
         seen = together & torch.ones_like(together).tril(-step)
-        scores = (q @ keys[0].transpose(2, 3)).float().masked_fill(~seen[:, None], -1e9)
+        scores = kernels.full_precision(q @ keys[0].transpose(2, 3)).masked_fill(~seen[:, None], -1e9)
         late = [shifted(x, step - s, 2) for s, x in enumerate(keys) if s]  # the key of step s at place t - (step - s)
-        scores = torch.cat([scores, *((q * k).sum(-1, keepdim=True).float() for k in late)], -1)
+        scores = torch.cat([scores, *((q * k).sum(-1, keepdim=True).to(scores.dtype) for k in late)], -1)
         weights = scores.softmax(-1).to(q.dtype)
         y = weights[..., :length] @ values[0]
         for i, s in enumerate(range(1, step + 1)):
@@ -294,7 +294,11 @@ def draft_head_losses(head: DraftHead, target: GPT, tokens, texts, states, n_ste
     for step, x in enumerate(unrolled(head, target, tokens, states, texts, n_steps)):
         counts = same[:, step:] & (texts[:, step:-1] == texts[:, : texts.shape[1] - 1 - step])
         logits = kernels.linear(x[:, step:-1][counts], head.output, norm=head.norm.parameters_of())
-        guess, wanted, token = logits.float().log_softmax(-1), teacher[:, step:][counts], best[:, step:][counts]
+        guess, wanted, token = (
+            kernels.full_precision(logits).log_softmax(-1),
+            teacher[:, step:][counts],
+            best[:, step:][counts],
+        )
         kls.append(F.kl_div(guess, wanted, reduction="batchmean", log_target=True))
         crosses.append(F.nll_loss(guess, token))
         agreements.append((guess.argmax(-1) == token).float().mean())

@@ -32,7 +32,8 @@ from helpers import (
 import kernels
 import speculative
 from decode import SamplingParams, generate
-from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_generate
+from distill import new_draft_head
+from speculative import ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_generate
 
 PROMPTS = [[1, 2, 3, 1, 2], [7], [4, 5, 6, 7, 8, 9, 4, 5, 6]]
 
@@ -44,6 +45,7 @@ def drafters(model) -> dict:
         "ngram": NGramDrafter(),
         "exit": ExitDrafter(model, 2),
         "tuple": ExitDrafter(model, (1, 3), threshold=0.6),
+        "head": HeadDrafter(model, new_draft_head(model, range(2, 24), 0).to(model.dtype)),
     }
 
 
@@ -52,7 +54,7 @@ def drafters(model) -> dict:
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
-@pytest.mark.parametrize("drafter", ["weaker", "itself", "ngram", "exit", "tuple"])
+@pytest.mark.parametrize("drafter", ["weaker", "itself", "ngram", "exit", "tuple", "head"])
 def test_greedy_and_coupled_speculation_equal_plain(drafter, arch):
     """Token for token in float64, K = 1..8 and auto, one row and three ragged ones; the two rules take turns over the cells.
 
