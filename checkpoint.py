@@ -78,6 +78,7 @@ def save_checkpoint(path: str | Path, model: GPT, tokenizer: Tokenizer | None = 
 # A folder of two files: config.json ("format": "nanospec-heads", the fields below, the target's fingerprint) and
 # heads.safetensors. The backbone stays where it is: heads of a few megabytes need not carry it along.
 
+EXIT_HEADS, DRAFT_HEAD = "nanospec-heads", "nanospec-draft-head"
 HEAD_FIELDS = ("exit_layers", "exit_vocab", "exit_adapters", "exit_platt")
 
 
@@ -114,7 +115,7 @@ def fingerprint_of(model: GPT) -> str:
 def save_heads(path: str | Path, model: GPT, meta: dict | None = None) -> None:
     """Write the exit heads of a model, in their dtype, and whose they are; meta: anything json can hold."""
     described = {name: getattr(model.config, name) for name in HEAD_FIELDS}
-    _write_heads(path, "nanospec-heads", model, model.exits, described, meta)
+    _write_heads(path, EXIT_HEADS, model, model.exits, described, meta)
 
 
 def load_heads(model: GPT, path: str | Path) -> dict:
@@ -122,7 +123,7 @@ def load_heads(model: GPT, path: str | Path) -> dict:
 
     ValueError where they were trained for other weights, and for files that are broken.
     """
-    described = _read_heads(path, "nanospec-heads", "exits", model)
+    described = _read_heads(path, EXIT_HEADS, "exits", model)
     shape = dataclasses.asdict(model.config) | {name: described.get(name) for name in HEAD_FIELDS}
     shape |= {name: shape[name] or () for name in ("exit_layers", "exit_adapters")}
     config = make_config(Path(path) / "config.json", shape)
@@ -135,12 +136,12 @@ def load_heads(model: GPT, path: str | Path) -> dict:
 
 def save_draft_head(path: str | Path, head: DraftHead, model: GPT, meta: dict | None = None) -> None:
     """Write a drafter's block, trained for `model`: the same two files as exit heads."""
-    _write_heads(path, "nanospec-draft-head", model, head, {"vocab": head.config.exit_vocab}, meta)
+    _write_heads(path, DRAFT_HEAD, model, head, {"vocab": head.config.exit_vocab}, meta)
 
 
 def load_draft_head(model: GPT, path: str | Path) -> DraftHead:
     """The block that a folder holds, in the model's dtype; ValueError as in load_heads."""
-    described, file = _read_heads(path, "nanospec-draft-head", "drafter", model), Path(path) / "config.json"
+    described, file = _read_heads(path, DRAFT_HEAD, "drafter", model), Path(path) / "config.json"
     shape = dataclasses.asdict(model.config) | {"exit_layers": (), "exit_vocab": described.get("vocab")}
     config = make_config(file, shape)
     if config.exit_vocab is None:
@@ -148,6 +149,26 @@ def load_draft_head(model: GPT, path: str | Path) -> DraftHead:
     head = DraftHead(config, config.exit_vocab)
     _load_into(head, path, model)
     return head
+
+
+def find_heads(name_or_path: str | Path) -> Path:
+    """The folder of heads meant: a bundled name first, then a path."""
+    bundled = BUNDLED / name_or_path
+    return bundled if (bundled / "config.json").exists() else Path(name_or_path)
+
+
+def is_draft_head(name_or_path: str | Path) -> bool:
+    file = find_heads(name_or_path) / "config.json"
+    return file.is_file() and read_json(file).get("format") == DRAFT_HEAD
+
+
+def bundled_heads(model: GPT, kind: str) -> str | None:
+    """Name of the heads of that kind that come with nanospec for a model, None where there are none."""
+    for file in sorted(BUNDLED.glob("*/config.json")):
+        described = read_json(file)
+        if described.get("format") == kind and described.get("target") == fingerprint_of(model):
+            return file.parent.name
+    return None
 
 
 def _write_heads(path, kind: str, model: GPT, heads: nn.Module, described: dict, meta: dict | None) -> None:

@@ -293,6 +293,10 @@ class DraftHead(nn.Module):
         self.block = Block(config)
         self.register_buffer("vocab", torch.tensor(self.config.exit_vocab), persistent=False)
 
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
     def attach(self, target: GPT) -> None:
         """Draft for this target from now on."""
         self.target = (target,)  # in a tuple: no part of this module

