@@ -31,6 +31,7 @@ from tokenizer import Tokenizer, apply_chat
 PROMPTS = Path(__file__).resolve().parent / "prompts" / "train.json"
 KINDS = {"chat": 0.35, "chat_code": 0.13, "chat_math": 0.04, "rewrite": 0.1, "prose": 0.13, "code": 0.1, "self": 0.15}
 TEMPERATURES = {0.0: 0.45, 0.7: 0.25, 1.0: 0.3}
+TOP_K = 64  # of sampled texts: noise for so few tokens costs little, and the rest would lead astray
 LONGEST = 320  # tokens of a text, prompt included
 
 
@@ -162,7 +163,9 @@ def record(target: GPT, prompts, layers, folder: Path, n_tokens: int, max_bytes:
                 temperature = rng.choices(list(TEMPERATURES), list(TEMPERATURES.values()))[0]
                 group = [next(prompts)[: longest * 3 // 4] for _ in range(128)]
                 n_new = min(rng.randrange(96, 257), longest - max(map(len, group)))
-                sampling = SamplingParams(max(n_new, 1), temperature, seed=rng.randrange(2**31), stop_tokens=stop)
+                sampling = SamplingParams(
+                    max(n_new, 1), temperature, top_k=TOP_K, seed=rng.randrange(2**31), stop_tokens=stop
+                )
                 step = RecordingStep(layers)
                 for prompt, out, states in zip(group, run_loop(target, group, sampling, step), step.states):
                     if out.finish_reason == "interrupted":
