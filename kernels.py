@@ -1304,7 +1304,8 @@ def _small_product(x: torch.Tensor, weight: QuantizedWeight | PackedWeight, bias
     if ready and packed and weight.bits == 16 and dtype == torch.bfloat16:
         n = len(rows)
         # how oneDNN cuts long rows depends on their number: with up to EVEN_ROWS it is always that one
-        filled = F.pad(rows, (0, 0, 0, EVEN_ROWS - n)) if n < EVEN_ROWS and x.shape[-1] > 1024 else x
+        uneven = n < EVEN_ROWS and x.shape[-1] > 1024
+        filled = torch.cat((rows, rows[:1].expand(EVEN_ROWS - n, -1))) if uneven else x
         y = torch.ops.mkldnn._linear_pointwise(filled, weight.data, bias, "none", [], "")
         return y if filled is x else y[:n].view(*x.shape[:-1], y.shape[-1])
     if ready and packed and weight.bits == 4 and dtype == weight.scales.dtype:
@@ -1579,6 +1580,9 @@ def linear(
 # Not claimed for gfx942, which needs twice the registers of bfloat16 there.
 
 
+SLOT_BLOCK = 16  # of attention on a CPU: other lengths are added up in another order
+
+
 class RowPlan(NamedTuple):
     """Where one row of a batch reads and writes, on the host: made once per pass, used by every layer."""
 
@@ -1589,11 +1593,10 @@ class RowPlan(NamedTuple):
     slots: slice | torch.Tensor  # of those positions in the flattened pages: a slice when the pages are consecutive
 
 
-def plan_rows(positions: torch.Tensor, block_table: torch.Tensor, page_size: int) -> list[RowPlan]:
-    """positions (B, T), -1 for padding at either end, else rising by one; block_table (B, max_pages) -> plans of the rows."""
-    plans = []
-    capacity = block_table.shape[1] * page_size
-    for row, at in enumerate(positions.tolist()):
+def spans(positions: list[list[int]], capacity: int) -> list[tuple[int, int, int, int]]:
+    """Of each row that has any: row, index of its first real position, how many, the first; raises ValueError."""
+    found = []
+    for row, at in enumerate(positions):
         first = next((t for t, p in enumerate(at) if p >= 0), len(at))
         n = sum(p >= 0 for p in at)
         if n == 0:
@@ -1603,6 +1606,15 @@ def plan_rows(positions: torch.Tensor, block_table: torch.Tensor, page_size: int
             raise ValueError(f"positions of row {row} must rise by one, with -1 at the ends only, not {at}")
         if end > capacity:
             raise ValueError(f"position {end - 1} of row {row} is beyond the cache's capacity of {capacity}")
+        found.append((row, first, n, start))
+    return found
+
+
+def plan_rows(positions: torch.Tensor, block_table: torch.Tensor, page_size: int) -> list[RowPlan]:
+    """positions (B, T), -1 for padding at either end, else rising by one; block_table (B, max_pages) -> plans of the rows."""
+    plans = []
+    for row, first, n, start in spans(positions.tolist(), block_table.shape[1] * page_size):
+        end = start + n
         used = block_table[row, : -(-end // page_size)].tolist()
         if used == list(range(used[0], used[0] + len(used))):
             slots = slice(used[0] * page_size, used[0] * page_size + end)
@@ -1611,6 +1623,74 @@ def plan_rows(positions: torch.Tensor, block_table: torch.Tensor, page_size: int
             slots = block_table[row].long()[at_token // page_size] * page_size + at_token % page_size
         plans.append(RowPlan(row, first, n, start, slots))
     return plans
+
+
+class Runs(NamedTuple):
+    """plan_rows for bfloat16 on a CPU where rows lie in memory one behind the other: few calls instead of one per row."""
+
+    target: slice | torch.Tensor  # slots of the new tokens in the flattened pages
+    source: slice | torch.Tensor  # which of the B * T tokens they are: all but the padding
+    calls: list[
+        tuple
+    ]  # (first row, last row + 1, its first slot, slots between rows, slots read, mask (rows, T, 1, 1, slots))
+
+
+def plan_runs(positions: torch.Tensor, starts: list[int], capacity: int) -> Runs:
+    """positions (B, T) as in plan_rows; starts: the slot where each row begins, whose `capacity` slots hold finite numbers.
+
+    A run is rows at even distances. All its rows read whole blocks of SLOT_BLOCK slots, as many as its longest row holds:
+    a mask hides what is no position of a row's past.
+    """
+    at = positions.tolist()
+    real = spans(at, capacity)
+    if len(at) == 1 and real:
+        _, t, n, p = real[0]
+        target, source = slice(starts[0] + p, starts[0] + p + n), slice(t, t + n)
+    else:
+        target = torch.tensor([starts[row] + p + i for row, _, n, p in real for i in range(n)], dtype=torch.int64)
+        source = torch.tensor([row * len(at[0]) + t + i for row, t, n, _ in real for i in range(n)], dtype=torch.int64)
+    calls, first = [], 0
+    while first < len(at):
+        step, end = capacity, first + 1
+        while end < len(at) and starts[end] - starts[end - 1] == step:
+            end += 1
+        longest = max(max(row) for row in at[first:end]) + 1
+        n_read = max(-(-longest // SLOT_BLOCK), 1) * SLOT_BLOCK
+        ahead = torch.arange(n_read) > positions[first:end, :, None].clamp(min=0)
+        mask = torch.zeros(ahead.shape, dtype=torch.bfloat16).masked_fill_(ahead, -torch.inf)[:, :, None, None]
+        calls.append((first, end, starts[first], step, n_read, mask))
+        first = end
+    return Runs(target, source, calls)
+
+
+def attend_runs(qkv: torch.Tensor, k_cache, v_cache, n_head: int, cos, sin, runs: Runs) -> torch.Tensor:
+    """decode_attention_ref by runs. Every token is an own row of PyTorch's attention, and keys come in blocks of SLOT_BLOCK:
+    a token's bits then depend on its own past only (tests/test_kernels.py)."""
+    n_kv, head_dim = k_cache.shape[2:]
+    n_new = qkv.shape[1]
+    qk, v = qkv.split((n_head + n_kv, n_kv), 2)
+    qk = qk if cos is None else rotate_ref(qk, cos, sin)
+    q, k = qk.split((n_head, n_kv), 2)
+    append_runs(k, v, k_cache, v_cache, runs)
+    q = q.unflatten(2, (n_kv, -1))  # (B, T, G, R, D)
+    width, parts = n_kv * head_dim, []
+    for first, end, start, step, n_read, mask in runs.calls:
+        shape, strides = (end - first, n_kv, n_read, head_dim), (step * width, head_dim, width, 1)
+        memory = [x.as_strided(shape, strides, x.storage_offset() + start * width) for x in (k_cache, v_cache)]
+        if end - first == 1:  # all tokens of the row at once
+            memory = [x.expand(n_new, -1, -1, -1) for x in memory]
+            parts.append(F.scaled_dot_product_attention(q[first], *memory, attn_mask=mask[0])[None])
+        else:
+            out = [F.scaled_dot_product_attention(q[first:end, t], *memory, attn_mask=mask[:, t]) for t in range(n_new)]
+            parts.append(torch.stack(out, 1))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.flatten(2, 3)
+
+
+def append_runs(k: torch.Tensor, v: torch.Tensor, k_cache, v_cache, runs: Runs) -> None:
+    """append_kv_ref by runs."""
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        cache.flatten(0, 1)[runs.target] = new.flatten(0, 1)[runs.source]
 
 
 def rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -1916,6 +1996,8 @@ def decode_attention(
 
     Positions must be below the cache's capacity: the device does not check, and would write into another row's pages.
     """
+    if isinstance(plans, Runs):
+        return attend_runs(qkv, k_cache, v_cache, n_head, cos, sin, plans)
     n_rows, n_new, _, head_dim = qkv.shape
     if n_new > MAX_ROWS or not on_triton(impl, qkv):
         return decode_attention_ref(qkv, k_cache, v_cache, block_table, positions, n_head, cos, sin, scales, plans)
@@ -1951,6 +2033,8 @@ def decode_attention(
 
 def append_kv(k, v, k_cache, v_cache, block_table, positions, scales=None, plans=None, impl: str = "auto") -> None:
     """append_kv_ref; up to MAX_ROWS new rows per sequence are one launch."""
+    if isinstance(plans, Runs):
+        return append_runs(k, v, k_cache, v_cache, plans)
     if k.shape[1] > MAX_ROWS or not on_triton(impl, k):
         return append_kv_ref(k, v, k_cache, v_cache, block_table, positions, scales, plans)
     _append(k, v, k_cache, v_cache, block_table.contiguous(), positions.contiguous(), None, None, scales)

@@ -100,13 +100,21 @@ class KVCache:
         quantised = dtype == torch.int8
         self.k_scale = torch.empty(shape[:-1], dtype=torch.float32, device=device) if quantised else None
         self.v_scale = torch.empty_like(self.k_scale) if quantised else None
+        self.layers = list(zip(self.k.unbind(), self.v.unbind()))
         self.page_size = page_size
+        self.starts: list[int] | None = None  # see finite
         pages = torch.arange(batch * max_pages, dtype=torch.int32, device=device)
         self.block_table = pages.view(batch, max_pages)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages of one layer: k, v (n_pages, page_size, G, D)."""
-        return self.k[layer], self.v[layer]
+        return self.layers[layer]
+
+    def finite(self) -> KVCache:
+        """Fill a fresh cache with zeros, and promise that: attention on a CPU may then read unused slots under a mask."""
+        self.k.zero_(), self.v.zero_()
+        self.starts = [row * self.capacity for row in range(len(self.block_table))]
+        return self
 
     def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Of an int8 cache: k_scale, v_scale (n_pages, page_size, G) of one layer."""
@@ -121,6 +129,8 @@ class KVCache:
         """A view of some rows (list of int or index tensor) that shares the pages."""
         view = copy.copy(self)
         view.block_table = self.block_table[index]
+        if self.starts is not None:
+            view.starts = [self.starts[row] for row in index]
         return view
 
 
@@ -200,7 +210,7 @@ class Pass(NamedTuple):
     cache: KVCache | None  # None: each row attends causally within itself
     cos: torch.Tensor | None  # (B, T, 1, D), as sin; None with learned positions
     sin: torch.Tensor | None
-    plans: list[kernels.RowPlan] | None  # the host's, for the references
+    plans: list[kernels.RowPlan] | kernels.Runs | None  # the host's, where no Triton kernel runs
     impl: str
 
 
@@ -376,7 +386,8 @@ class GPT(nn.Module):
         """A cache on the model's device, in cache_dtype or its own dtype."""
         if self.cache_dtype not in (None, torch.int8, self.dtype):
             raise ValueError(f"cache_dtype is {self.cache_dtype}: choose torch.int8, or the model's own {self.dtype}")
-        return KVCache(self.config, batch, capacity, dtype=self.cache_dtype or self.dtype, device=self.device)
+        cache = KVCache(self.config, batch, capacity, dtype=self.cache_dtype or self.dtype, device=self.device)
+        return cache.finite() if cache.k.dtype == torch.bfloat16 and self.device.type == "cpu" else cache
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """tokens, positions (B, T) int64; position -1 is padding -> x (B, T, C)."""
@@ -407,7 +418,10 @@ class GPT(nn.Module):
         few = positions.shape[1] <= kernels.MAX_ROWS
         plans = None
         if cache is not None and not (few and kernels.on_triton(self.impl, cache.k)):
-            plans = kernels.plan_rows(positions, cache.block_table, cache.page_size)
+            if few and cache.starts is not None and self.dtype == torch.bfloat16:
+                plans = kernels.plan_runs(positions, cache.starts, cache.capacity)
+            else:
+                plans = kernels.plan_rows(positions, cache.block_table, cache.page_size)
         return Pass(positions, cache, cos, sin, plans, self.impl)
 
     def fill_kv(self, x, cache: KVCache, positions, first: int) -> None:
