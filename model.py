@@ -190,13 +190,19 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.n_embd))
         self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.arch == "gpt2" else None
         self.eps = config.norm_eps
-        self.twice: torch.Tensor | None = None  # of a packed model: see kernels.normalise
+        self.packed: kernels.Norm | None = None  # of a packed model: see kernels.normalise
 
     def parameters_of(self) -> kernels.Norm:
-        return kernels.Norm(self.weight, self.bias, self.eps, self.twice)
+        return self.packed or kernels.Norm(self.weight, self.bias, self.eps)
+
+    def pack(self) -> None:
+        """Only RMSNorm in bfloat16 has another form."""
+        if self.bias is None and self.weight.dtype == torch.bfloat16:
+            weight = self.weight.detach()
+            self.packed = kernels.Norm(weight, None, self.eps, torch.cat((weight, weight)))
 
     def _apply(self, fn, recurse=True):
-        self.twice = None
+        self.packed = None
         return super()._apply(fn, recurse)
 
     def forward(self, x):
@@ -290,6 +296,7 @@ class GPT(nn.Module):
         self.config = config
         self.impl = "auto"  # kernels or references: kernels.IMPLEMENTATIONS
         self.cache_dtype: torch.dtype | None = None  # torch.int8 for instance; the model's own when None
+        self.prefill_threads: int | None = None  # see decode.pick_threads; PyTorch's own number when None
         self.token_embedding = Embedding(config.vocab_size, config.n_embd)
         self.position_embedding = nn.Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -369,8 +376,8 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.set_weight(kernels.pack(module.weight, self.dtype, module.in_features))
-            elif isinstance(module, Norm) and module.bias is None and self.dtype == torch.bfloat16:
-                module.twice = torch.cat((module.weight, module.weight)).detach()
+            elif isinstance(module, Norm):
+                module.pack()
         if self.output is None:
             self.packed_output = self._packed(self.token_embedding.weight)
         return self
