@@ -379,6 +379,30 @@ def pick_threads(model: GPT, seconds: float = 0.5) -> int:
     return best[0]
 
 
+@torch.inference_mode()
+def compare_on_text(model: GPT, reference: GPT, tokens: torch.Tensor) -> dict[str, float]:
+    """What quantisation costs: tokens (N, T) of held-out text, read by the model and by the one it stands for.
+
+    perplexity of both, agreement (share of positions with the same likeliest token), kl (nats, reference to model).
+    """
+    sums = torch.zeros(4, dtype=torch.float64)
+    for row in tokens:
+        laws = [
+            kernels.full_precision(m(row[None].to(m.device))[0, :-1]).log_softmax(-1).cpu() for m in (model, reference)
+        ]
+        own, true = laws
+        nats = [-law.gather(1, row[1:, None].cpu()).sum() for law in laws]
+        apart = (true.exp() * (true - own)).nan_to_num(0).sum()  # padded ids: 0 * (-inf - -inf)
+        sums += torch.tensor([*nats, (own.argmax(-1) == true.argmax(-1)).sum(), apart], dtype=torch.float64)
+    nats, reference_nats, agreement, kl = (sums / (tokens.shape[0] * (tokens.shape[1] - 1))).tolist()
+    return {
+        "perplexity": math.exp(nats),
+        "reference_perplexity": math.exp(reference_nats),
+        "agreement": agreement,
+        "kl": kl,
+    }
+
+
 class Batch:
     """All that the steps share: the rows' tokens, the target's cache, the sampler, and what has been generated."""
 

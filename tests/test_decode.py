@@ -1,6 +1,7 @@
 """The loop: what is refused, where decoding ends, what is reported, and that nothing leaks, grows or is computed twice."""
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import math
@@ -13,7 +14,7 @@ import torch
 from helpers import Pieces, all_modes, check_counters, check_laws, counters, run, tiny_model
 
 import kernels
-from decode import DecodeStats, SamplingParams, generate, pick_threads
+from decode import DecodeStats, SamplingParams, compare_on_text, generate, pick_threads
 from early_exit import early_exit_generate
 from model import GPT
 from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_generate
@@ -543,3 +544,33 @@ def test_threads_are_picked_and_prefill_has_its_own():
         assert seen == [(2, n_cores), (1, 1), (1, 1)] and torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_cost_of_quantisation_is_measured():
+    """Against itself nothing is lost; perplexity is what it says; fewer bits lose more; bytes are those of the bits."""
+    wide = {"n_embd": 128, "n_hidden": 256, "vocab_size": 48, "n_vocab_used": 44}
+    model = tiny_model(poisoned=False, dtype=torch.float32, **wide)
+    tokens = torch.randint(44, (3, 40), generator=torch.Generator().manual_seed(0))
+    same = compare_on_text(model, model, tokens)
+    law = model(tokens)[:, :-1].double().log_softmax(-1)
+    perplexity = math.exp(-law.gather(2, tokens[:, 1:, None]).mean())
+    assert same["perplexity"] == same["reference_perplexity"] == pytest.approx(perplexity, rel=1e-5)
+    assert (same["agreement"], same["kl"]) == (1, 0)
+    lost = []
+    for bits in (8, 4):
+        small = copy.deepcopy(model)
+        for name, weight in model.state_dict().items():
+            if weight.dim() == 2:
+                small.set_weight(name, kernels.quantize(weight, 8 if "embedding" in name else bits, 32))
+        n = {
+            m: sum(w.numel() for k, w in model.state_dict().items() if w.dim() == 2 and ("embedding" in k) == (m == 8))
+            for m in (8, 4)
+        }
+        vectors = 4 * sum(w.numel() for w in model.state_dict().values() if w.dim() == 1)
+        plain = n[8] + n[4] * (1 if bits == 8 else 0.5) + vectors
+        assert plain < small.weight_bytes() < 1.3 * plain < model.weight_bytes()
+        loose = compare_on_text(small, model, tokens)
+        packed = compare_on_text(small.pack(), model, tokens)
+        assert packed["kl"] == pytest.approx(loose["kl"], rel=0.05) and 0 < loose["agreement"] <= 1
+        lost.append(loose["kl"])
+    assert 0 < lost[0] < lost[1] / 10
