@@ -204,6 +204,8 @@ def from_merges(file: Path, vocab: dict, merges: list, special: dict, split: str
     fields: what else a Tokenizer takes. Inexpressible where tiktoken would give other ids than the original.
     """
     letters = byte_letters()
+    if not all(len(pair) == 2 for pair in merges):
+        raise ValueError(f"{file}: merges are no list of pairs")
 
     def as_bytes(token: str) -> bytes:
         return token.translate(letters).encode("latin-1")
@@ -355,8 +357,6 @@ def gguf_tokenizer(file: Path, fields: dict) -> Tokenizer:
     special = {token: i for i, (token, kind) in enumerate(zip(tokens, types)) if kind not in (1, 5)}
     vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types)) if kind == 1}
     merges = [pair.split(" ") for pair in merges]
-    if not all(len(pair) == 2 for pair in merges):
-        raise ValueError(f"{file}: field tokenizer.ggml.merges is no list of pairs")
     ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return from_merges(
         file, vocab, merges, special, GGUF_SPLITS[pre], bos_id=fields.get("tokenizer.ggml.bos_token_id"),
