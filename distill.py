@@ -315,8 +315,8 @@ def new_draft_head(target: GPT, vocab, seed: int) -> DraftHead:
     head.block.load_state_dict(target.blocks[-1].state_dict())
     head.norm.load_state_dict(target.final_norm.state_dict())
     with torch.no_grad():
-        head.fuse.weight.normal_(std=0.02)
-        head.fuse.weight[:, width:].copy_(torch.eye(width))
+        head.fuse.weight.normal_(std=0.08)
+        head.fuse.weight[:, width:].copy_(4 * torch.eye(width))
     head.requires_grad_(True).attach(target)
     return head
 
