@@ -192,7 +192,8 @@ class Session:
         self.drafter = None
         if self.drafts:
             self.add_drafter()
-        self.model.pack()
+        if config.impl != "triton" and not kernels.interpreted():
+            self.model.pack()
         if config.threads == "auto":
             pick_threads(self.model)
         ways = {"plain": True, "speculative": self.drafter is not None, "early-exit": bool(exits)}
@@ -222,7 +223,8 @@ class Session:
         free = free_memory(device)
         parts = check_fit(models, config.num_samples, context, free)
         said = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in parts.items())
-        complain(f"memory in MiB: {said}; {free / 2**20:,.0f} are free")
+        if not config.json:
+            print(f"--- MiB of memory: {said}; free {free / 2**20:,.0f}", flush=True)
 
     def load(self, name: str, quantize: str | None):
         config = self.config
