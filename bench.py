@@ -33,6 +33,7 @@ from checkpoint import (
     DRAFT_HEAD,
     DTYPES,
     EXIT_HEADS,
+    QUANTISED,
     bundled_heads,
     check_pair,
     find_checkpoint,
@@ -130,7 +131,7 @@ class Mode(NamedTuple):
 
 def load_variant(config: BenchConfig, variant: str) -> tuple[GPT, Tokenizer]:
     """The target in a dtype, or quantised under bfloat16 activations, with the exit heads that are bundled for it, packed."""
-    quantize = variant if variant in ("int8", "int4") else None
+    quantize = variant if variant in QUANTISED else None
     model, tokenizer = load_checkpoint(config.model, config.device, "bfloat16" if quantize else variant, quantize)
     heads = None if model.config.exit_layers else bundled_heads(model, EXIT_HEADS)
     if heads:
@@ -138,14 +139,14 @@ def load_variant(config: BenchConfig, variant: str) -> tuple[GPT, Tokenizer]:
     return model, tokenizer
 
 
-def load_drafter(config: BenchConfig, model: GPT, tokenizer: Tokenizer | None):
+def load_drafter(config: BenchConfig, variant: str, model: GPT, tokenizer: Tokenizer | None):
     """What --draft names, or what is bundled for the model; None where there is nothing."""
     bundled = "stdlib-draft" if config.model == "stdlib" else bundled_heads(model, DRAFT_HEAD)
     name = bundled if config.draft is None else config.draft
     if name in (None, "", "none"):
         return None
     if is_draft_head(name):
-        return HeadDrafter(model, find_heads(name))
+        return HeadDrafter(model, find_heads(name), "int8" if variant in QUANTISED else None)
     draft_model, draft_tokenizer = load_checkpoint(name, config.device, str(model.dtype).removeprefix("torch."))
     check_pair(config.model, tokenizer, name, draft_tokenizer)
     return ModelDrafter(draft_model.pack())
@@ -416,8 +417,8 @@ def speed(config: BenchConfig) -> list[dict]:
         if variant == config.variants[0]:
             for peer in config.peers:
                 modes |= PEERS[peer](model, config)
-        drafter = load_drafter(config, model, tokenizer)
-        own = modes_of(config, model.pack(), drafter, variant if len(config.variants) > 1 else "")
+        drafter = load_drafter(config, variant, model.pack(), tokenizer)
+        own = modes_of(config, model, drafter, variant if len(config.variants) > 1 else "")
         modes = modes | own if modes.keys() & own.keys() or variant != config.variants[0] else own | modes
     prompts = [spelled(tokenizer, text) for text in texts]
     longest = max(map(len, prompts))

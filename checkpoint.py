@@ -35,7 +35,7 @@ import kernels
 from decode import PREFILL_CHUNK
 from formats import Stored, describe, held, locate, make_config, open_safetensors
 from kernels import QuantizedWeight
-from model import GPT, DraftHead, ExitHead, GPTConfig, KVCache
+from model import GPT, DraftHead, ExitHead, GPTConfig, KVCache, Linear
 from tokenizer import Inexpressible, Tokenizer, read_json, save_tokenizer
 
 BUNDLED = Path(__file__).resolve().parent / "checkpoints"
@@ -139,8 +139,8 @@ def save_draft_head(path: str | Path, head: DraftHead, model: GPT, meta: dict | 
     _write_heads(path, DRAFT_HEAD, model, head, {"vocab": head.config.exit_vocab}, meta)
 
 
-def load_draft_head(model: GPT, path: str | Path) -> DraftHead:
-    """The block that a folder holds, in the model's dtype; ValueError as in load_heads."""
+def load_draft_head(model: GPT, path: str | Path, quantize: str | None = None) -> DraftHead:
+    """The block that a folder holds, in the model's dtype or quantised; ValueError as in load_heads."""
     described, file = _read_heads(path, DRAFT_HEAD, "drafter", model), Path(path) / "config.json"
     shape = dataclasses.asdict(model.config) | {"exit_layers": (), "exit_vocab": described.get("vocab")}
     config = make_config(file, shape)
@@ -148,6 +148,9 @@ def load_draft_head(model: GPT, path: str | Path) -> DraftHead:
         raise ValueError(f"{file}: field vocab is missing")
     head = DraftHead(config, config.exit_vocab)
     _load_into(head, path, model)
+    for linear in (part for part in head.modules() if isinstance(part, Linear) and QUANTISED[quantize]):
+        group = 32 if linear.in_features % 128 else 128
+        linear.set_weight(kernels.quantize(linear.weight.detach(), QUANTISED[quantize], group))
     return head
 
 

@@ -294,6 +294,15 @@ class ExitHead(nn.Module):
         return x + size * self.adapters[adapter](x, self.norm, impl=impl)
 
 
+def pack_modules(module: nn.Module, dtype: torch.dtype) -> None:
+    """Matrices and norms inside a module as this CPU wants them for activations in dtype; see GPT.pack."""
+    for part in module.modules():
+        if isinstance(part, Linear):
+            part.set_weight(kernels.pack(part.weight, dtype, part.in_features))
+        elif isinstance(part, Norm):
+            part.pack()
+
+
 class DraftHead(nn.Module):
     """One block that drafts from what the target has just computed (EAGLE: Li et al. 2024, 2025).
 
@@ -316,9 +325,12 @@ class DraftHead(nn.Module):
         return self.norm.weight.device
 
     def attach(self, target: GPT) -> None:
-        """Draft for this target from now on."""
+        """Draft for this target from now on; packed like the target."""
         self.target = (target,)  # in a tuple: no part of this module
         self.output = kernels.take_rows(target.output_weight, self.vocab)
+        if target.packed:
+            pack_modules(self, target.dtype)
+            self.output = kernels.pack(self.output, target.dtype, self.config.n_embd)
 
     def forward(self, tokens, features, cache: KVCache, positions) -> torch.Tensor:
         """-> (B, T, C); keys and values go to `cache` at positions (B, T), -1 is padding."""
@@ -361,6 +373,7 @@ class GPT(nn.Module):
             self.register_buffer("sin", sin, persistent=False)
         exit_vocab = None if config.exit_vocab is None else torch.tensor(config.exit_vocab, device="cpu")
         self.register_buffer("exit_vocab", exit_vocab, persistent=False)
+        self.packed = False
         self.packed_output: kernels.Weight | None = None  # of a packed model whose output is the embedding
         self.packed_exit_output: kernels.Weight | None = None  # of a packed model: the rows of exit_vocab
         if not self.final_norm.weight.is_meta:
@@ -433,16 +446,12 @@ class GPT(nn.Module):
 
         The dense ones are freed one by one. `.to()` undoes it; a state_dict holds copies of what was packed.
         """
-        if self.device.type != "cpu" or self.dtype == torch.float64:
+        if self.device.type != "cpu" or self.dtype == torch.float64 or self.packed:
             return self
-        vocab = self.exit_vocab
+        self.packed, vocab = True, self.exit_vocab
         if vocab is not None:
             self.packed_exit_output = self._packed(kernels.take_rows(self.output_weight, vocab))
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.set_weight(kernels.pack(module.weight, self.dtype, module.in_features))
-            elif isinstance(module, Norm):
-                module.pack()
+        pack_modules(self, self.dtype)
         if self.output is None:
             self.packed_output = self._packed(self.token_embedding.weight)
         return self
@@ -466,7 +475,7 @@ class GPT(nn.Module):
         return kernels.pack(weight, self.dtype, self.config.n_embd)
 
     def _apply(self, fn, recurse=True):
-        self.packed_output = self.packed_exit_output = None
+        self.packed, self.packed_output, self.packed_exit_output = False, None, None
         return super()._apply(fn, recurse)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:

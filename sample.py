@@ -88,7 +88,9 @@ class Config:
                              "a trained draft head, or a small model: guesses well, costs more (what is bundled for the model, "
                              "else ngram)", parse=str)  # fmt: skip
     draft_quantize: str | None = flag(
-        None, "the same for a drafter that is a model: it need not be exact", ("int8", "int4")
+        None,
+        "the same for the drafter, which need not be exact; draft heads of a quantised model are int8 by themselves",
+        ("int8", "int4"),
     )
     exits: str | None = flag(None, "folder of exit heads for the model (those bundled for it, else its own)", parse=str)
     mode: str = flag("compare", "compare runs three of them; auto drafts while that pays", MODES)
@@ -182,6 +184,8 @@ class Session:
         self.plan()
         self.model, self.tokenizer = self.load(name, config.quantize)
         self.add_exits()
+        if config.impl != "triton" and not kernels.interpreted():
+            self.model.pack()
         exits = self.model.config.exit_layers
         if not exits and (config.mode == "early-exit" or config.draft == "exit"):
             raise ValueError(f"{name} has no exit heads: train them with train_exit_heads.py --stage exits")
@@ -192,8 +196,6 @@ class Session:
         self.drafter = None
         if self.drafts:
             self.add_drafter()
-        if config.impl != "triton" and not kernels.interpreted():
-            self.model.pack()
         if config.threads == "auto":
             pick_threads(self.model)
         ways = {"plain": True, "speculative": self.drafter is not None, "early-exit": bool(exits)}
@@ -262,7 +264,9 @@ class Session:
             self.drafter = ModelDrafter(model.pack())
             self.drafter.check_target(self.model)
         elif self.draft != "none":
-            self.drafter = HeadDrafter(self.model, find_heads(self.draft))
+            self.drafter = HeadDrafter(
+                self.model, find_heads(self.draft), config.draft_quantize or config.quantize and "int8"
+            )
 
     def decode(self, mode: str, show=lambda row, tokens, sources: None) -> list[Generation]:
         """show hears what is committed."""

@@ -238,14 +238,15 @@ class HeadDrafter:
         pairs              (h_a, b) (h_b, c)  those that its cache lacks are read in one pass; the last output proposes d
         further drafts     (u, d) ...         its own output u takes the place of the hidden state behind c
 
-    path is a folder that train_exit_heads.py --stage drafter wrote, or a model.DraftHead.
+    path is a folder that train_exit_heads.py --stage drafter wrote, or a model.DraftHead. quantize "int8" or "int4" makes it cheaper:
+    what it drafts is verified anyway.
     """
 
     wants_hidden = True
 
-    def __init__(self, model: GPT, path):
+    def __init__(self, model: GPT, path, quantize: str | None = None):
         self.model = model
-        self.head = path if isinstance(path, DraftHead) else load_draft_head(model, path)
+        self.head = path if isinstance(path, DraftHead) else load_draft_head(model, path, quantize)
         self.head.attach(model)
 
     def check_target(self, target: GPT) -> None:
