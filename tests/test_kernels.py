@@ -668,8 +668,10 @@ def by_runs(qkv, cache: KVCache, positions):
 
 @pytest.mark.parametrize("rows", [[0], [3], [0, 1, 2, 3], [0, 2], [3, 0, 1], [1, 2]])
 def test_attention_by_runs_is_within_the_error_budget(rows):
-    """Ragged rows, padding at either end or throughout, subsets of a batch whose rows form one run, several, or none."""
+    """Ragged rows, padding at either end or throughout, subsets of a batch whose rows form one run or several."""
     torch.manual_seed(len(rows))
+    runs = kernels.plan_runs(torch.zeros(len(rows), 1, dtype=torch.int64), held(4, 300).rows(rows).starts, 304)
+    assert len(runs.calls) == 1 + sum(b != a + 1 for a, b in itertools.pairwise(rows))
     for n_new in (1, 2, 5, 16):
         cache, starts = held(4, 300), [0, 37, 250, 16]
         cache.k.normal_(), cache.v.normal_()
