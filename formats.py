@@ -388,7 +388,8 @@ class GgufBytes:
                 return [self.value(kind) for _ in range(n)]
             letter = self.letter(kind)
             return list(struct.unpack(f"<{n}{letter}", self.take(n * struct.calcsize(letter))))
-        return self.number(self.letter(kind))
+        number = self.number(self.letter(kind))
+        return float(str(np.float32(number))) if kind == 6 else number  # 1e-5 as it was meant, not as float32 keeps it
 
     def letter(self, kind: int) -> str:
         letter = GGUF_NUMBERS.get(kind, "-")
@@ -543,7 +544,9 @@ def blocks(file: Path, kind, shape: tuple[int, ...], start: int, row_bytes: int)
         if kind.name == "Q4_0":
             offset = scale * -8
         elif kind.name == "Q4_K":  # eight groups, their scales and offsets in 6 bits
-            n, n_below = (x.reshape(*scale.shape[:2], 8) for x in quants.Q4_K.get_scale_min(per_row[..., 4:16]))
+            n, n_below = (
+                x.reshape(*scale.shape[:2], 8) for x in quants.Q4_K.get_scale_min(per_row[..., 4:16].reshape(-1, 12))
+            )
             scale, offset = scale * n, -offset * n_below
         pad = -shape[1] % kernels.PACK  # what stands behind the inputs meets none
         grouped = [torch.from_numpy(x.reshape(last - first, -1)) for x in (scale, offset)]

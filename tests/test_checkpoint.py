@@ -1,8 +1,12 @@
 import dataclasses
+import fnmatch
 import importlib.util
 import json
 import os
 import pickle
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +16,19 @@ from helpers import tiny_model
 from safetensors.torch import load_file, save_file
 
 import checkpoint
+import formats
+import kernels
 from checkpoint import (
+    Planned,
     Tokenizer,
+    check_fit,
     flag,
+    free_memory,
     load_checkpoint,
     load_heads,
+    memory_plan,
     parse_flags,
+    read_config,
     save_checkpoint,
     save_heads,
     write_atomically,
@@ -335,6 +346,402 @@ def hugging_face_folder(folder, kind, **changes):
     return tensors
 
 
+# ----------------------------------------------------------------------------------------------------------------- GGUF
+
+SHAPES = {
+    "llama": {"n_kv_head": 2, "n_hidden": 256},
+    "qwen2": {"n_kv_head": 1, "n_hidden": 256, "qkv_bias": True},
+    "gpt2": {},
+}
+
+
+def as_blocks(x: np.ndarray, kind: str):
+    """An array in a GGUF type: its bytes, and what they stand for. Types that the package cannot write get random blocks."""
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType[kind]
+    if kind.name not in ("Q4_K", "Q6_K"):
+        stored = gguf.quants.quantize(x, kind)
+    else:
+        per_block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+        rng = np.random.default_rng(0)
+        stored = rng.integers(0, 256, (*x.shape[:-1], x.shape[-1] // per_block, n_bytes), dtype=np.uint8)
+        scales = rng.uniform(1e-4, 1e-3, (*stored.shape[:-1], 2)).astype(np.float16).view(np.uint8)
+        if kind.name == "Q4_K":
+            stored[..., :4] = scales
+        else:
+            stored[..., -2:] = scales[..., :2]
+        stored = stored.reshape(*x.shape[:-1], -1)
+    return stored, torch.from_numpy(gguf.quants.dequantize(stored, kind)).view(x.shape)
+
+
+def gguf_file(file, arch, kind, tokenizer=None, edit=lambda fields: None, extra=None):
+    """A random model written as llama.cpp's converter does, matrices in `kind`: the same model, as it should be read."""
+    gguf = pytest.importorskip("gguf")
+    shape = {"vocab_size": 128, "block_size": 32, "n_layer": 2, "n_head": 4, "n_embd": 256} | SHAPES[arch]
+    torch.manual_seed(0)
+    model = GPT(GPTConfig("gpt2" if arch == "gpt2" else "llama", **shape))
+    config, state, written = model.config, model.state_dict(), {}
+    names = {"attn_norm": "attn_norm", "attn_out": "attn_output", "mlp_norm": "ffn_norm", "down": "ffn_down"}
+    tops = {"token_embedding": "token_embd", "position_embedding": "position_embd", "final_norm": "output_norm"}
+    for name, tensor in state.items():
+        tensor.copy_(torch.randn_like(tensor) * 0.1)
+        *path, module, leaf = name.split(".")
+        if not path:
+            parts = {tops[module]: slice(None)}
+        elif module == "qkv" and arch != "gpt2":
+            q, k = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+            parts = {"attn_q": slice(q), "attn_k": slice(q, q + k), "attn_v": slice(q + k, None)}
+        elif module == "up" and arch != "gpt2":
+            parts = {"ffn_gate": slice(config.n_hidden), "ffn_up": slice(config.n_hidden, None)}
+        else:
+            parts = {{"qkv": "attn_qkv", "up": "ffn_up"}.get(module) or names[module]: slice(None)}
+        for theirs, rows in parts.items():
+            x, n_heads = tensor[rows].numpy(), {"attn_q": config.n_head, "attn_k": config.n_kv_head}.get(theirs)
+            if arch == "llama" and n_heads:  # the converter's own words for what it does to Llama's q and k
+                x = x.reshape(n_heads, 2, x.shape[0] // n_heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+            matrix = tensor.ndim == 2 and module != "position_embedding"
+            stored, meant = as_blocks(np.ascontiguousarray(x), kind if matrix else "F32")
+            if arch == "llama" and n_heads:
+                meant = meant.view(n_heads, -1, 2, *meant.shape[1:]).transpose(1, 2).reshape(meant.shape)
+            tensor[rows] = meant
+            written[f"blk.{path[1]}.{theirs}.{leaf}" if path else f"{theirs}.{leaf}"] = (
+                stored,
+                kind if matrix else "F32",
+            )
+    fields = {"context_length": 32, "block_count": 2, "embedding_length": 256, "feed_forward_length": config.n_hidden}
+    fields |= {"attention.head_count": 4, "attention.head_count_kv": config.n_kv_head}
+    fields |= {"attention.layer_norm_epsilon" if arch == "gpt2" else "attention.layer_norm_rms_epsilon": 1e-5}
+    fields = {f"{arch}.{name}": value for name, value in fields.items()} | (extra or {})
+    edit(fields)
+    writer = gguf.GGUFWriter(file, fields.pop("architecture", arch))
+    for name, value in fields.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}[
+            type(value)
+        ]
+        add(name, value)
+    for name, (stored, kind_of) in written.items():
+        writer.add_tensor(name, stored, raw_dtype=gguf.GGMLQuantizationType[kind_of])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("arch", SHAPES)
+def test_gguf_gives_the_weights_that_were_converted(tmp_path, arch, kind):
+    meant = gguf_file(tmp_path / "model.gguf", arch, kind)
+    model, tokenizer = load_checkpoint(tmp_path / "model.gguf", dtype="float32")
+    assert tokenizer is None and model.config == meant.config
+    state = model.state_dict()
+    for name, tensor in meant.state_dict().items():
+        assert torch.allclose(state[name], tensor, rtol=1e-6, atol=0), name
+    assert model.fingerprint == checkpoint.fingerprint_of(meant)  # that of the weights, wherever they stand
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q6_K", "F16"])
+@pytest.mark.parametrize("arch", SHAPES)
+def test_int4_blocks_are_taken_over_as_they_are(tmp_path, arch, kind):
+    meant = gguf_file(tmp_path / "model.gguf", arch, kind).state_dict()
+    model = load_checkpoint(tmp_path / "model.gguf", dtype="float32", quantize="int4")[0]
+    for i, block in enumerate(model.blocks):
+        for module in ("qkv", "attn_out", "up", "down"):
+            weight, name = getattr(block, module).weight, f"blocks.{i}.{module}.weight"
+            assert weight.bits == 4
+            error = (kernels.dequantize(weight, torch.float32, meant[name].shape[1]) - meant[name]).abs().max()
+            if kind in ("Q4_0", "Q4_1", "Q4_K"):
+                assert error <= 1e-6 * meant[name].abs().max(), name
+            else:
+                assert weight.group == 128 and 0 < error < 0.1 * meant[name].abs().max(), name
+    assert model.token_embedding.weight.bits == 8
+
+
+def test_gguf_speaks_of_rotary_scaling_in_two_ways(tmp_path):
+    def freqs(fields):
+        fields["llama.rope.freq_base"] = 500000.0
+
+    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    gguf_file(tmp_path / "linear.gguf", "llama", "F16", extra=linear)
+    assert read_config(tmp_path / "linear.gguf").rope_scaling == {"rope_type": "linear", "factor": 4.0}
+    gguf_file(tmp_path / "base.gguf", "llama", "F16", edit=freqs)
+    assert read_config(tmp_path / "base.gguf").rope_theta == 500000.0
+
+
+def test_llama3_scaling_is_recognised_by_its_divisors():
+    config = GPTConfig("llama", 8, 64, 1, 2, 128, n_hidden=8, rope_theta=500000.0)
+    wanted = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    wanted |= {"original_max_position_embeddings": 8192}
+    divisors = []
+    for wave in 2 * np.pi * 500000.0 ** (np.arange(0, 64, 2) / 64):  # as transformers writes the rule, in wavelengths
+        smooth = (8192 / wave - 1.0) / (4.0 - 1.0)
+        divisors.append(1.0 if wave < 8192 / 4 else 8.0 if wave > 8192 else 1 / ((1 - smooth) / 8 + smooth))
+    assert formats.llama3_scaling("x", config, formats.held(torch.tensor(divisors))) == wanted
+    with pytest.raises(ValueError, match=r"rope_freqs.weight"):
+        formats.llama3_scaling("x", config, formats.held(torch.tensor(divisors).sqrt()))
+
+
+def cut(n):
+    return lambda file: file.write_bytes(file.read_bytes()[:n])
+
+
+def replaced(old, new):
+    return lambda file: file.write_bytes(file.read_bytes().replace(old, new, 1))
+
+
+BROKEN_GGUF = {
+    "truncated weights": (cut(-1000), ["truncated"]),
+    "truncated metadata": (cut(200), ["truncated"]),
+    "truncated header": (cut(10), ["truncated"]),
+    "empty": (cut(0), ["truncated"]),
+    "html": (lambda file: file.write_bytes(HTML), ["not GGUF"]),
+    "another version": (replaced(b"GGUF\x03", b"GGUF\x09"), ["version 9"]),
+    "a count beyond the file": (replaced(b"GGUF\x03\0\0\0", b"GGUF\x03\0\0\0" + b"\xff" * 8), ["GGUF"]),
+    "a tensor of another name": (replaced(b"ffn_gate.weight", b"ffn_date.weight"), ["ffn_gate.weight", "missing"]),
+    "no embedding": (replaced(b"token_embd.weight", b"token_embx.weight"), ["token_embd.weight", "missing"]),
+}
+ODD_GGUF = {
+    "another architecture": (lambda f: f.update(architecture="gemma"), ["general.architecture", "gemma"]),
+    "no depth": (lambda f: f.pop("llama.block_count"), ["llama.block_count", "missing"]),
+    "another width": (
+        lambda f: f.update({"llama.feed_forward_length": 512}),
+        ["ffn_gate", "(256, 256)", "(1024, 256)"],
+    ),
+    "a sliding window": (lambda f: f.update({"llama.attention.sliding_window": 16}), ["sliding_window", "16"]),
+    "experts": (lambda f: f.update({"llama.expert_count": 8}), ["expert_count", "8"]),
+    "half of a head rotated": (lambda f: f.update({"llama.rope.dimension_count": 32}), ["rope.dimension_count", "32"]),
+    "yarn": (lambda f: f.update({"llama.rope.scaling.type": "yarn"}), ["rope.scaling.type", "yarn"]),
+    "one of several": (lambda f: f.update({"split.count": 3}), ["3 parts"]),
+    "heads by layer": (lambda f: f.update({"llama.attention.head_count": [4, 4]}), ["head_count", "[4, 4]"]),
+}
+
+
+@pytest.mark.parametrize("damage", [*BROKEN_GGUF, *ODD_GGUF])
+def test_gguf_that_cannot_be_read_is_one_line(tmp_path, damage):
+    file = tmp_path / "model.gguf"
+    gguf_file(file, "llama", "Q4_0", edit=ODD_GGUF.get(damage, [lambda fields: None])[0])
+    do, words = BROKEN_GGUF.get(damage, (lambda file: None, ODD_GGUF.get(damage, [0, 0])[1]))
+    do(file)
+    with pytest.raises(ValueError, match="model.gguf") as error:
+        load_checkpoint(file)
+    text = one_line(error)
+    assert all(word in text for word in words), text
+
+
+def test_other_gguf_types_are_named(tmp_path):
+    gguf_file(tmp_path / "model.gguf", "llama", "Q5_0")
+    with pytest.raises(ValueError, match="Q5_0") as error:
+        load_checkpoint(tmp_path / "model.gguf")
+    one_line(error)
+
+
+def test_without_the_package_gguf_names_its_command(tmp_path, monkeypatch):
+    gguf_file(tmp_path / "model.gguf", "llama", "F16")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match="pip install gguf"):
+        load_checkpoint(tmp_path / "model.gguf")
+
+
+# ------------------------------------------------------------------------------------------------- quantised on load
+
+
+@pytest.mark.parametrize(("quantize", "bits", "tolerance"), [("int8", 8, 0.01), ("int4", 4, 0.25)])
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-gqa-tiny"])
+def test_quantised_on_load_is_near_and_leaves_the_rest_alone(name, quantize, bits, tolerance):
+    whole = load_checkpoint(DATA / name)[0]
+    model = load_checkpoint(DATA / name, quantize=quantize)[0]
+    assert model.fingerprint == whole.fingerprint
+    assert {getattr(block, m).weight.bits for block in model.blocks for m in ("qkv", "attn_out", "up", "down")} == {
+        bits
+    }
+    assert model.token_embedding.weight.bits == 8
+    assert torch.equal(model.blocks[0].attn_norm.weight, whole.blocks[0].attn_norm.weight)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        difference = (model(tokens) - whole(tokens)).abs().mean() / whole(tokens).std()
+    assert 0 < difference < tolerance
+
+
+def test_exit_heads_stay_whole_under_quantisation(folder):
+    model = load_checkpoint(folder, quantize="int4")[0]
+    assert all(isinstance(p, torch.nn.Parameter) and p.dtype == torch.float32 for p in model.exits.parameters())
+    assert len(list(model.exits.parameters())) == len(list(load_checkpoint(folder)[0].exits.parameters()))
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+PEAK = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from checkpoint import load_checkpoint
+torch.zeros(1).to(torch.bfloat16).float()
+
+def high():  # since the last reset, in bytes
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+
+open("/proc/self/clear_refs", "w").write("5")
+before = high()
+model, _ = load_checkpoint(sys.argv[2], dtype=sys.argv[3], quantize=sys.argv[4] if len(sys.argv) > 4 else None)
+tensors = [*model.state_dict().values()] if len(sys.argv) < 5 else [
+    x for m in model.modules() for w in [getattr(m, "weight", None)] if w is not None
+    for x in (w[:3] if isinstance(w, tuple) else [w]) if x is not None]
+print((high() - before) / sum({x.data_ptr(): x.numel() * x.element_size() for x in tensors}.values()))
+"""
+
+
+def wide_folder(folder, kind):
+    """GPT-2 124M, or Llama 3 8B with one layer and a small vocabulary, in random bytes: about half a gigabyte."""
+    folder.mkdir()
+    if kind == "gpt2":
+        config = {
+            "model_type": "gpt2",
+            "vocab_size": 50257,
+            "n_positions": 1024,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_embd": 768,
+        }
+        shapes = {"wte.weight": (50257, 768), "wpe.weight": (1024, 768), "ln_f.weight": (768,), "ln_f.bias": (768,)}
+        for i in range(12):
+            for name, shape in (
+                ("attn.c_attn", (768, 2304)),
+                ("attn.c_proj", (768, 768)),
+                ("mlp.c_fc", (768, 3072)),
+                ("mlp.c_proj", (3072, 768)),
+            ):
+                shapes |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[1:]}
+            shapes |= {f"h.{i}.ln_{n}.{leaf}": (768,) for n in (1, 2) for leaf in ("weight", "bias")}
+    else:
+        config = {"model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 8192, "num_hidden_layers": 1}
+        config |= {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "intermediate_size": 14336}
+        config |= {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False}
+        shapes = {
+            "model.embed_tokens.weight": (4096, 4096),
+            "lm_head.weight": (4096, 4096),
+            "model.norm.weight": (4096,),
+        }
+        layer = {"self_attn.q_proj": (4096, 4096), "self_attn.k_proj": (1024, 4096), "self_attn.v_proj": (1024, 4096)}
+        layer |= {"self_attn.o_proj": (4096, 4096), "mlp.gate_proj": (14336, 4096), "mlp.up_proj": (14336, 4096)}
+        layer |= {"mlp.down_proj": (4096, 14336), "input_layernorm": (4096,), "post_attention_layernorm": (4096,)}
+        shapes |= {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
+    (folder / "config.json").write_text(json.dumps(config))
+    size, header, at = (4, {}, 0) if kind == "gpt2" else (2, {}, 0)
+    for name, shape in shapes.items():
+        n = size * int(np.prod(shape))
+        header[name] = {"dtype": {4: "F32", 2: "BF16"}[size], "shape": shape, "data_offsets": [at, at + n]}
+        at += n
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    some = np.random.default_rng(0).integers(-100, 100, 2**20, dtype=np.int8)
+    block = some.astype(np.float32) if size == 4 else torch.from_numpy(some).bfloat16().view(torch.int16).numpy()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for start in range(0, at, block.nbytes):
+            file.write(block.tobytes()[: at - start])
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the high-water mark is Linux's")
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_load_holds_little_more_than_the_weights(tmp_path, kind):
+    """Peak of resident memory over the weights, mapped pages of the file included."""
+    wide_folder(tmp_path / "wide", kind)
+    root = str(Path(checkpoint.__file__).parent)
+    for how in (["bfloat16"], ["float32"], ["bfloat16", "int8"], ["bfloat16", "int4"]):
+        command = [sys.executable, "-c", PEAK, root, str(tmp_path / "wide"), *how]
+        out = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        print(kind, how, out.stdout)
+        assert 1 < float(out.stdout) < 1.2, (how, out.stdout)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_the_plan_counts_what_is_there(tmp_path, arch, quantize):
+    config = {
+        "n_embd": 256,
+        "n_head": 4,
+        "head_dim": 64,
+        "n_hidden": 384,
+        "arch": arch,
+        "n_kv_head": 4 if arch == "gpt2" else 2,
+    }
+    save_checkpoint(tmp_path, small_model(**config))
+    model = load_checkpoint(tmp_path, dtype="bfloat16", quantize=quantize)[0]
+    weights = [getattr(module, "weight", None) for module in model.modules()]
+    tensors = [*model.parameters(), *model.buffers(), *(x for w in weights if isinstance(w, tuple) for x in w[:3])]
+    held = {x.data_ptr(): x.nbytes for x in tensors if x is not None}
+    plan = memory_plan([Planned("target", model.config, torch.bfloat16, quantize)], batch=3, context=20)
+    assert sum(held.values()) <= plan["target: weights"] <= 1.1 * sum(held.values())
+    cache = model.new_cache(3, 20)
+    assert plan["target: keys and values"] == cache.k.nbytes + cache.v.nbytes
+    assert read_config(tmp_path) == model.config
+
+
+def test_what_does_not_fit_is_refused_with_what_would():
+    models = [
+        Planned("target", GPTConfig("llama", 32000, 8192, 8, 8, 512, n_hidden=1024), torch.bfloat16),
+        Planned(
+            "drafter", GPTConfig("llama", 32000, 8192, 2, 8, 512, n_hidden=1024), torch.bfloat16, "int4", torch.int8
+        ),
+    ]
+    plan = memory_plan(models, 4, 4096)
+    assert check_fit(models, 4, 4096, sum(plan.values())) == plan
+    with pytest.raises(ValueError, match="would fit") as error:
+        check_fit(models, 4, 4096, sum(plan.values()) - 1)
+    context, batch = map(
+        int, re.search(r"context of (\d+) would fit or a batch of (\d+) would fit", one_line(error)).groups()
+    )
+    for fits, over in (((4, context), (4, context + 16)), ((batch, 4096), (batch + 1, 4096))):
+        assert sum(memory_plan(models, *fits).values()) < sum(plan.values()) <= sum(memory_plan(models, *over).values())
+    with pytest.raises(ValueError, match="not even one token") as error:
+        check_fit(models, 4, 4096, 10**6)
+    one_line(error)
+    assert 10**8 < free_memory(torch.device("cpu")) < 10**14
+
+
+# ---------------------------------------------------------------------------------------------------------------- hub
+
+
+def test_hub_names_are_fetched_at_their_revision_without_pickles(tmp_path, monkeypatch):
+    hub, asked = pytest.importorskip("huggingface_hub"), {}
+
+    def snapshot_download(repository, revision, allow_patterns):
+        asked.update(repository=repository, revision=revision, patterns=allow_patterns)
+        return str(DATA / "llama-gqa-tiny")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    for name, expected in (
+        ("some-one/tiny.model", ("some-one/tiny.model", None)),
+        ("a/b@v1.0", ("a/b", "v1.0")),
+        ("gpt2-xl", ("gpt2-xl", None)),
+    ):
+        assert load_checkpoint(name)[0].config.n_layer == 5
+        assert (asked["repository"], asked["revision"]) == expected
+    wanted = lambda file: any(fnmatch.fnmatch(file, pattern) for pattern in asked["patterns"])
+    assert all(map(wanted, ("config.json", "model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json")))
+    assert not any(
+        map(wanted, ("pytorch_model.bin", "model.pth", "onnx/model.onnx", "run.py", "consolidated.safetensors"))
+    )
+    Path("a").mkdir()
+    (tmp_path / "a" / "b").symlink_to(DATA / "gpt2-tiny")
+    assert load_checkpoint("a/b")[0].config.arch == "gpt2"  # a folder of yours comes first
+
+
+def test_a_hub_that_is_out_of_reach_is_one_line(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="path of the folder") as error:
+        load_checkpoint("HuggingFaceTB/SmolLM2-135M")
+    assert "HuggingFaceTB/SmolLM2-135M" in one_line(error)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match="pip install huggingface_hub") as error:
+        load_checkpoint("HuggingFaceTB/SmolLM2-135M")
+    one_line(error)
+
+
 # ------------------------------------------------------------------------------- exit heads for someone else's model
 
 
@@ -557,7 +964,7 @@ def test_other_files_and_names_are_one_line(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=name) as error:
             load_checkpoint(name)
         one_line(error)
-    for name in ("gpt2", "HuggingFaceTB/SmolLM2-135M", "", "no/such/folder"):
+    for name in ("gpt3", "", "no/such/folder"):
         with pytest.raises(ValueError, match="path of the folder") as error:
             load_checkpoint(name)
         assert name in one_line(error)
