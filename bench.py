@@ -66,7 +66,11 @@ class BenchConfig:
     )
     peers: tuple[str, ...] = flag((), "transformers and llama.cpp, where they are installed: the same weights, their own loops",
                                   parse=listed(str))  # fmt: skip
-    prompts: str = flag("", "a JSON list of texts and {user: message}, or FILE:KEY; the bundled model's own when empty")
+    prompts: str = flag(
+        "", "a JSON list of texts and {user: message}, or FILE:KEY or FILE:KEY,KEY; the bundled model's own when empty"
+    )
+    max_prompts: int = flag(0, "evenly spaced prompts of the list; fewer take less time; 0 is all")
+    only: tuple[str, ...] = flag((), "only modes whose name holds one of these, and the first (all)", parse=listed(str))
     max_new_tokens: int = flag(128, "per prompt; more steady the medians and take longer")
     repeats: int = flag(5, "runs of each mode on each prompt; more narrow the spread")
     temperature: float = flag(0.0, "0 compares tokens exactly; above, acceptance falls")
@@ -87,7 +91,12 @@ class BenchConfig:
     out: str = flag("", "file for the result")
 
     def __post_init__(self):
-        for name, least, most in (("repeats", 1, 10**6), ("max_new_tokens", 1, 10**6), ("threads", 0, 1024)):
+        for name, least, most in (
+            ("repeats", 1, 10**6),
+            ("max_new_tokens", 1, 10**6),
+            ("threads", 0, 1024),
+            ("max_prompts", 0, 10**6),
+        ):
             if not least <= getattr(self, name) <= most:
                 flag_name = name.replace("_", "-")
                 raise ValueError(f"--{flag_name} is {getattr(self, name)}: it must be from {least} to {most}")
@@ -389,7 +398,7 @@ def quality_table(rows: list[dict]) -> str:
 
 
 def read_prompts(source: str) -> list[str | dict]:
-    """A JSON list of texts and {"user": message} in a file, or under a key of it: FILE:KEY."""
+    """A JSON list of texts and {"user": message} in a file, or under keys of it: FILE:KEY,KEY."""
     name, _, key = source.rpartition(":") if not Path(source).exists() else (source, "", "")
     file = Path(name)
     try:
@@ -397,7 +406,7 @@ def read_prompts(source: str) -> list[str | dict]:
     except (OSError, ValueError) as error:
         raise ValueError(f"--prompts: {source}: {str(error).splitlines()[0]}") from None
     if key and isinstance(texts, dict):
-        texts = texts.get(key)
+        texts = [text for part in key.split(",") for text in texts.get(part, [None])]
     sound = isinstance(texts, list) and texts
     if not sound or not all(isinstance(x.get("user") if isinstance(x, dict) else x or None, str) for x in texts):
         raise ValueError(f'--prompts: {source} must hold a JSON list of texts, or of messages {{"user": text}}')
@@ -420,7 +429,11 @@ def speed(config: BenchConfig) -> list[dict]:
         drafter = load_drafter(config, variant, model.pack(), tokenizer)
         own = modes_of(config, model, drafter, variant if len(config.variants) > 1 else "")
         modes = modes | own if modes.keys() & own.keys() or variant != config.variants[0] else own | modes
-    prompts = [spelled(tokenizer, text) for text in texts]
+    first = next(iter(modes))
+    wanted = config.only or ("",)
+    modes = {name: mode for name, mode in modes.items() if name == first or any(part in name for part in wanted)}
+    n_prompts = min(config.max_prompts or len(texts), len(texts))
+    prompts = [spelled(tokenizer, texts[i * len(texts) // n_prompts]) for i in range(n_prompts)]
     longest = max(map(len, prompts))
     if longest >= model.config.block_size:
         raise ValueError(

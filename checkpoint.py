@@ -257,7 +257,8 @@ def quantisation(name: str, config: GPTConfig, quantize: str | None) -> tuple[in
     if bits is None or not re.fullmatch(r"blocks\.\d+\.(qkv|attn_out|up|down)\.weight", name):
         return None, 0
     n_in = {"attn_out": config.n_head * config.head_dim, "down": config.n_hidden}.get(name.split(".")[2], config.n_embd)
-    return bits, 32 if n_in % 128 else 128
+    small = config.n_embd < 2048  # fewer weights have less to spare: groups of 128 cost SmolLM2 half its perplexity
+    return bits, 32 if small or n_in % 128 else 128
 
 
 def read_weight(parts: list[Stored], device, dtype, bits: int | None, group: int) -> torch.Tensor | QuantizedWeight:

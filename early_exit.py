@@ -177,9 +177,12 @@ class EarlyExitStep:
             free = [not plain and depths.n_parked(row) <= self.max_parked for row in going]
             if self.thresholds[segment] > 1 or not any(free):
                 return None, free
-            logits = model.logits(last_rows(hidden), depths.bounds[segment + 1])
-            confidence = kernels.confidence(logits, self.confidence)
-            sure = model.scaled(confidence, depths.bounds[segment + 1], self.confidence) >= self.thresholds[segment]
+            x, exit_layer = last_rows(hidden), depths.bounds[segment + 1]
+            *_, confidence = model.exit_confidence(x, exit_layer, self.confidence)
+            sure = confidence >= self.thresholds[segment]
+            if not sure.any():  # most rows go on, and all logits cost more than what the confidence needs
+                return None, sure.tolist()
+            logits = model.logits(x, exit_layer)
             if batch.sampler.bias is not None:  # it may forbid all that a reduced vocabulary knows
                 sure &= (logits + batch.sampler.bias).amax(-1) > -torch.inf
             return logits, [a and b for a, b in zip(free, sure.tolist())]

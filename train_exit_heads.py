@@ -256,7 +256,7 @@ STAGES = {  # what differs between stages: shapes, and a schedule of about 75, 4
     | {"steps": 2000, "batch_size": 8, "lr": 4e-3, "exit_layers": (4, 8, 12)},
     "draft": {"n_layer": 2, "n_embd": 192, "n_head": 3, "n_kv_head": 1, "n_hidden": 512, "block_size": 512}
     | {"steps": 2500, "batch_size": 16, "lr": 4e-3},
-    "exits": {"block_size": 256, "steps": 400, "batch_size": 8, "lr": 1e-3},
+    "exits": {"block_size": 256, "steps": 400, "batch_size": 8, "lr": 4e-3},
     "drafter": {"block_size": 256, "steps": 1100, "batch_size": 8, "lr": 8e-3},
 }
 
