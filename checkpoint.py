@@ -41,7 +41,7 @@ from tokenizer import Inexpressible, Tokenizer, read_json, save_tokenizer
 BUNDLED = Path(__file__).resolve().parent / "checkpoints"
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 QUANTISED = {None: None, "int8": 8, "int4": 4}
-BLOCK = 2**21  # elements of a tensor that are read at a time
+BLOCK = 2**18  # elements that are read at a time: they stay in the processor's cache while they are converted
 
 
 # ------------------------------------------------------------------------------------------------------ writing
@@ -86,6 +86,7 @@ def sample_of(parts: list) -> torch.Tensor:
     """The first 256 numbers of four rows of a weight in parts (Stored), or of a vector, as they are stored, in float32."""
     if len(parts[0].shape) == 1:
         return torch.cat([part.read(0, part.shape[0]).float() for part in parts])[:256].cpu()
+    parts = [part.unfolded() for part in parts]
     ends = list(itertools.accumulate(part.shape[0] for part in parts))
     rows = []
     for row in (ends[-1] * i // 4 for i in range(4)):
@@ -263,24 +264,34 @@ def quantisation(name: str, config: GPTConfig, quantize: str | None) -> tuple[in
 
 def read_weight(parts: list[Stored], device, dtype, bits: int | None, group: int) -> torch.Tensor | QuantizedWeight:
     """One of our tensors, converted or quantised a block of rows at a time: beside it only a block is in memory."""
-    if bits is None:
-        out, at = torch.empty(sum(part.shape[0] for part in parts), *parts[0].shape[1:], dtype=dtype, device=device), 0
-    pieces, group = [], 32 if any(part.packed for part in parts) else group
+    parts = [part.unfolded() for part in parts]
+    total, whole, at = sum(part.shape[0] for part in parts), None, 0
+    taken = bits == 4 and any(
+        part.packed for part in parts
+    )  # the file's own groups of 32, with their scales in float32
     for part in parts:
         step = max(1, BLOCK // math.prod(part.shape[1:]))
         for first in range(0, part.shape[0], step):
             last = min(first + step, part.shape[0])
             if bits is None:
-                out[at : at + last - first] = part.read(first, last)
-                at += last - first
-            elif bits == 4 and part.packed:
-                pieces.append(part.packed(first, last))
+                block = (part.read(first, last),)
+            elif taken and part.packed:
+                block = part.packed(first, last)
             else:
-                pieces.append(kernels.quantize(part.read(first, last), bits, group))
-    if bits is None:
-        return out
-    data, scale, offset = (None if x[0] is None else torch.cat(x).to(device) for x in list(zip(*pieces))[:3])
-    return QuantizedWeight(data, scale, offset, *pieces[0][3:])
+                block = kernels.quantize(part.read(first, last), bits, 32 if taken else group)
+            if whole is None:  # allocated once: pieces that are joined at the end would double it
+                kinds = (
+                    (dtype,)
+                    if bits is None
+                    else (None, torch.float32 if taken else None, torch.float32 if taken else None)
+                )
+                whole = [x if x is None else torch.empty(total, *x.shape[1:], dtype=kind or x.dtype, device=device)
+                         for x, kind in zip(block, kinds)]  # fmt: skip
+            for x, rows in zip(whole, block):
+                if x is not None:
+                    x[at : at + last - first] = rows
+            at += last - first
+    return whole[0] if bits is None else QuantizedWeight(*whole, *block[3:])
 
 
 def check_pair(name: str, tokenizer: Tokenizer | None, draft_name: str, draft_tokenizer: Tokenizer | None) -> None:

@@ -40,9 +40,12 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     kind: str  # as the file calls it: "BF16", "Q4_1"
     read: Callable[[int, int], torch.Tensor]  # rows first .. last-1, float; a view of the file where it can be one
-    packed: Callable[[int, int], QuantizedWeight] | None = (
-        None  # the same in int4, where the file's blocks are just that
-    )
+    packed: Callable[[int, int], QuantizedWeight] | None = None  # the same as int4, where the file's blocks are that
+    scattered: bool = False  # a row of it lies all over the file's tensor
+
+    def unfolded(self) -> "Stored":
+        """To be read in many pieces: a scattered one is mapped once for all of them."""
+        return held(self.read(0, self.shape[0])) if self.scattered else self
 
 
 class Source(NamedTuple):
@@ -266,7 +269,11 @@ def held(tensor: torch.Tensor) -> Stored:
 def transposed(stored: Stored) -> Stored:
     if len(stored.shape) != 2:
         return stored
-    return Stored(stored.shape[::-1], stored.kind, lambda first, last: stored.read(0, stored.shape[0]).t()[first:last])
+
+    def read(first: int, last: int) -> torch.Tensor:
+        return stored.read(0, stored.shape[0]).t()[first:last]
+
+    return Stored(stored.shape[::-1], stored.kind, read, scattered=True)
 
 
 def open_safetensors(folder: Path, stem: str = "model") -> dict[str, Stored]:
