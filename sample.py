@@ -91,6 +91,7 @@ class Config:
         None,
         "the same for the drafter, which need not be exact; draft heads of a quantised model are int8 by themselves",
         ("int8", "int4"),
+        parse=str,
     )
     exits: str | None = flag(None, "folder of exit heads for the model (those bundled for it, else its own)", parse=str)
     mode: str = flag("compare", "compare runs three of them; auto drafts while that pays", MODES)
@@ -114,7 +115,7 @@ class Config:
     device: str = flag("auto", "cpu, cuda, or auto: cuda where there is one")
     dtype: str = flag("auto", "float64 is exact and slow, bfloat16 small and coarse; auto: float32 on a CPU")
     quantize: str | None = flag(
-        None, "int8: half the bytes, text hardly differs; int4: a quarter, slightly worse", ("int8", "int4")
+        None, "int8: half the bytes, text hardly differs; int4: a quarter, slightly worse", ("int8", "int4"), parse=str
     )
     metrics: str | None = flag(None, "append what --json prints to this file, which grows with each run", parse=str)
     json: bool = flag(False, "one JSON object per sample and mode on stdout, and nothing else there")

@@ -26,6 +26,7 @@ def random_head(model, vocab=range(24), seed=5) -> DraftHead:
     return head.requires_grad_(False)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_what_a_draft_head_learns_is_what_it_drafts(arch):
     """Three drafts in a row at each place: the outputs of training equal those of HeadDrafter, cache and all."""

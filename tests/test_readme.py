@@ -77,8 +77,10 @@ def test_every_file_of_the_map_is_there():
 
 
 def test_bundled_weights_fit_the_budget():
-    """32 MB in all, and the drafter reads at most a tenth of what the target reads for a token."""
-    assert sum(path.stat().st_size for path in (ROOT / "checkpoints").rglob("*.safetensors")) <= 32e6
+    """Models 32 MB and heads 14 MB in all, and the drafter reads at most a tenth of what the target reads for a token."""
+    for name, most in (("model", 32e6), ("heads", 14e6)):
+        sizes = [path.stat().st_size for path in (ROOT / "checkpoints").rglob(f"{name}.safetensors")]
+        assert len(sizes) == 2 and sum(sizes) <= most
     target, drafter = (sample.load_checkpoint(name)[0] for name in ("stdlib", "stdlib-draft"))
     assert target.config.n_layer >= 12
     read = [
