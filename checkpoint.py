@@ -114,7 +114,7 @@ def fingerprint_of(model: GPT) -> str:
 
 
 def save_heads(path: str | Path, model: GPT, meta: dict | None = None) -> None:
-    """Write the exit heads of a model, in their dtype, and whose they are; meta: anything json can hold."""
+    """Write the exit heads of a model in bfloat16, and whose they are; meta: anything json can hold."""
     described = {name: getattr(model.config, name) for name in HEAD_FIELDS}
     _write_heads(path, EXIT_HEADS, model, model.exits, described, meta)
 
@@ -136,7 +136,7 @@ def load_heads(model: GPT, path: str | Path) -> dict:
 
 
 def save_draft_head(path: str | Path, head: DraftHead, model: GPT, meta: dict | None = None) -> None:
-    """Write a drafter's block, trained for `model`: the same two files as exit heads."""
+    """Write a drafter's block in bfloat16, trained for `model`: the same two files as exit heads."""
     _write_heads(path, DRAFT_HEAD, model, head, {"vocab": head.config.exit_vocab}, meta)
 
 
@@ -179,7 +179,7 @@ def _write_heads(path, kind: str, model: GPT, heads: nn.Module, described: dict,
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     described = {"format": kind, **described, "target": fingerprint_of(model), "meta": meta or {}}
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
+    state = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in heads.state_dict().items()}
     write_atomically(folder / "heads.safetensors", lambda p: save_file(state, p))
     write_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(described) + "\n"))
 

@@ -224,6 +224,7 @@ def exit_losses(model: GPT, states: torch.Tensor):
     A drafter wants the whole law, an exit its best token and an honest confidence.
     """
     last, vocab = states[:, -1], model.exit_vocab
+    known = kernels.take_rows(model.output_weight, vocab)
     with torch.no_grad():
         best = model.logits(last).argmax(-1)
         teacher = known_law(model, last, vocab)
@@ -232,7 +233,9 @@ def exit_losses(model: GPT, states: torch.Tensor):
     losses = []
     for adapter in ("draft", "exit"):
         for i, layer in enumerate(model.config.exit_layers):
-            guess = model.logits(states[:, i], layer, adapter)[:, vocab].float()
+            head = model.exits[str(layer)]
+            x, norm = head.adapt(states[:, i], adapter), head.norm.parameters_of()
+            guess = kernels.linear(x, known, norm=norm).float()
             if adapter == "draft":
                 losses.append(F.kl_div(guess.log_softmax(-1), teacher, reduction="batchmean", log_target=True))
             else:
@@ -395,7 +398,7 @@ def exit_figures(judged: dict[str, torch.Tensor], platt: tuple[float, float]) ->
     return {name: round(float(x), 4) for name, x in figures.items()}
 
 
-def judge(model: GPT, recording: Recording, tokenizer: Tokenizer, n_positions: int | None = None):
+def judge(model: GPT, recording: Recording, tokenizer: Tokenizer, n_positions: int = 8192):
     """Held-out texts, greedy and sampled, and a foreign one -> (slope, bias) for each exit, and figures by exit and source.
 
     The scaling is fitted on every other text, and the figures are those of the rest.
@@ -404,7 +407,7 @@ def judge(model: GPT, recording: Recording, tokenizer: Tokenizer, n_positions: i
     greedy = recording.temperatures[recording.texts[first:].long()] == 0
     even = recording.texts[first:] % 2 == 0
     sources = {"greedy": states[first:][greedy & ~even], "sampled": states[first:][~greedy & ~even]}
-    sources["foreign"] = foreign_states(model, tokenizer, recording.layers, n_positions or 8192)
+    sources["foreign"] = foreign_states(model, tokenizer, recording.layers, n_positions)
     sources = {name: x[:n_positions] for name, x in sources.items()}
     fitted = judge_exits(model, states[first:][even][:n_positions])
     scales = [fit_platt(fitted[e]["confidence"], fitted[e]["agrees"]) for e in model.config.exit_layers]

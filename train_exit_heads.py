@@ -715,9 +715,10 @@ def exits_task(config: TrainConfig) -> Task:
         return distill.judge(target, recording, tokenizer, n_positions=4096)[1]
 
     def write(folder, meta):
-        scales, figures = distill.judge(target, recording, tokenizer)
-        target.config.exit_platt = {"max_prob": scales}
-        save_heads(folder, copy.deepcopy(target).bfloat16(), meta | {"figures": figures})
+        if meta["steps_done"] == config.steps:  # it takes a minute
+            scales, meta["figures"] = distill.judge(target, recording, tokenizer)
+            target.config.exit_platt = {"max_prob": scales}
+        save_heads(folder, target, meta)
         target.config.exit_platt = None
 
     return Task(target, Losses(distill.exit_losses, target), weights, batch, look, write, digest, target.exits)
@@ -750,7 +751,7 @@ def drafter_task(config: TrainConfig) -> Task:
         return dict(zip(weights, torch.stack(figures).mean(0).tolist()))
 
     def write(folder, meta):
-        save_draft_head(folder, copy.deepcopy(head).bfloat16(), target, meta | {"figures": look()})
+        save_draft_head(folder, head, target, meta | {"figures": look()})
 
     return Task(head, losses, weights, batch, look, write, digest, head)
 
