@@ -223,6 +223,10 @@ def load_checkpoint(name_or_path, device="auto", dtype="auto", quantize=None) ->
     except Inexpressible:
         tokenizer = None
     config = source.config
+    if tokenizer is not None and tokenizer.n_vocab > config.vocab_size:
+        raise ValueError(
+            f"{source.file}: the tokenizer has {tokenizer.n_vocab} tokens, the model {config.vocab_size} rows"
+        )
     if tokenizer is not None:  # rows behind the last token are padding
         config = dataclasses.replace(config, n_vocab_used=min(tokenizer.n_vocab, config.n_vocab_used))
     try:
@@ -266,9 +270,8 @@ def read_weight(parts: list[Stored], device, dtype, bits: int | None, group: int
     """One of our tensors, converted or quantised a block of rows at a time: beside it only a block is in memory."""
     parts = [part.unfolded() for part in parts]
     total, whole, at = sum(part.shape[0] for part in parts), None, 0
-    taken = bits == 4 and any(
-        part.packed for part in parts
-    )  # the file's own groups of 32, with their scales in float32
+    taken = bits == 4 and any(part.packed for part in parts)  # the file's groups of 32; their scales stay in float32
+    kinds = (dtype,) if bits is None else (None, torch.float32, torch.float32) if taken else (None, None, None)
     for part in parts:
         step = max(1, BLOCK // math.prod(part.shape[1:]))
         for first in range(0, part.shape[0], step):
@@ -280,13 +283,10 @@ def read_weight(parts: list[Stored], device, dtype, bits: int | None, group: int
             else:
                 block = kernels.quantize(part.read(first, last), bits, 32 if taken else group)
             if whole is None:  # allocated once: pieces that are joined at the end would double it
-                kinds = (
-                    (dtype,)
-                    if bits is None
-                    else (None, torch.float32 if taken else None, torch.float32 if taken else None)
-                )
-                whole = [x if x is None else torch.empty(total, *x.shape[1:], dtype=kind or x.dtype, device=device)
-                         for x, kind in zip(block, kinds)]  # fmt: skip
+                whole = [
+                    None if x is None else torch.empty(total, *x.shape[1:], dtype=kind or x.dtype, device=device)
+                    for x, kind in zip(block, kinds)
+                ]
             for x, rows in zip(whole, block):
                 if x is not None:
                     x[at : at + last - first] = rows

@@ -63,7 +63,10 @@ def describe(path: Path) -> Source:
     if path.suffix == ".pt":
         return read_nanogpt(path)
     if path.is_file():
-        return read_gguf(path)
+        try:
+            return read_gguf(path)
+        except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
+            raise ValueError(f"{path}: metadata of a wrong kind ({type(error).__name__} {error})") from None
     file = path / "config.json"
     described = read_json(file)
     if described.get("format") != "nanospec":
@@ -391,8 +394,8 @@ class GgufBytes:
             return self.string()
         if kind == 9:
             kind, n = self.number("I"), self.number("Q")
-            if kind in (8, 9):
-                return [self.value(kind) for _ in range(n)]
+            if kind == 8:
+                return [self.string() for _ in range(n)]
             letter = self.letter(kind)
             return list(struct.unpack(f"<{n}{letter}", self.take(n * struct.calcsize(letter))))
         number = self.number(self.letter(kind))

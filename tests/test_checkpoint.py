@@ -512,6 +512,8 @@ ODD_GGUF = {
     "half of a head rotated": (lambda f: f.update({"llama.rope.dimension_count": 32}), ["rope.dimension_count", "32"]),
     "yarn": (lambda f: f.update({"llama.rope.scaling.type": "yarn"}), ["rope.scaling.type", "yarn"]),
     "one of several": (lambda f: f.update({"split.count": 3}), ["3 parts"]),
+    "a word for a number": (lambda f: f.update({"split.count": "many"}), ["wrong kind"]),
+    "no alignment": (lambda f: f.update({"general.alignment": 0}), ["wrong kind"]),
     "heads by layer": (lambda f: f.update({"llama.attention.head_count": [4, 4]}), ["head_count", "[4, 4]"]),
 }
 

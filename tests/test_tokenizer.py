@@ -270,6 +270,14 @@ def test_the_rows_behind_the_last_token_are_padding(trained, tmp_path):
     assert model.config.n_vocab_used == ours.n_vocab == original.get_vocab_size() < 2100
 
 
+def test_more_tokens_than_rows_are_refused(trained, tmp_path):
+    hugging_face_folder(tmp_path, "llama", vocab_size=120)
+    (tmp_path / "tokenizer.json").write_bytes((trained["gpt2"][0] / "tokenizer.json").read_bytes())
+    with pytest.raises(ValueError, match="120 rows") as error:
+        load_checkpoint(tmp_path)
+    one_line(error)
+
+
 def test_all_files_that_know_an_end_are_heard(trained, tmp_path):
     folder, original = trained["gpt2"]
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
