@@ -92,12 +92,13 @@ def cut_prompts(stream: torch.Tensor, seed: int):
 class Recording:
     """A stream of N positions of a frozen target.
 
-    tokens (N,) int32: the token after each position; texts (N,) int32: the text it belongs to; temperatures (texts,): what it
-    was drawn at; states (N, depths, C) bfloat16: hidden states behind `layers`, the last layer last, mapped from disk.
+    tokens (N,) int32: the token after each position; texts (N,) int32: the text it belongs to; written (N,) bool: whether the
+    target wrote it (the rest is prompt); temperatures (texts,): what it was drawn at; states (N, depths, C) bfloat16: hidden states behind `layers`, the last layer last, mapped from disk.
     """
 
     tokens: torch.Tensor
     texts: torch.Tensor
+    written: torch.Tensor
     temperatures: torch.Tensor
     states: torch.Tensor
     layers: tuple[int, ...]
@@ -153,7 +154,7 @@ def record(target: GPT, prompts, layers, folder: Path, n_tokens: int, max_bytes:
     width = target.config.n_embd
     n_tokens = min(n_tokens, int(max_bytes / (2 * width * len(layers))))
     longest, rng = min(LONGEST, target.config.block_size), random.Random(f"{seed} lengths")
-    tokens, texts, temperatures = [], [], []
+    tokens, texts, written, temperatures = [], [], [], []
     folder.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=n_tokens, desc="the target writes", unit=" tokens", dynamic_ncols=True)
 
@@ -175,19 +176,20 @@ def record(target: GPT, prompts, layers, folder: Path, n_tokens: int, max_bytes:
                     file.write(states.contiguous().view(torch.int16).numpy().tobytes())
                     tokens.extend(said)
                     texts.extend([len(temperatures)] * len(said))
+                    written.extend([False] * (len(prompt) - 1) + [True] * len(out.tokens))
                     temperatures.append(temperature)
                     bar.update(len(said))
 
     with bar:
         write_atomically(folder / "states.bin", write)
     lists = (torch.tensor(x, dtype=torch.int32) for x in (tokens, texts))
-    content = [*lists, torch.tensor(temperatures), tuple(layers), fingerprint_of(target)]
+    content = [*lists, torch.tensor(written), torch.tensor(temperatures), tuple(layers), fingerprint_of(target)]
     write_atomically(folder / "recording.pt", lambda p: torch.save(content, p))
 
 
 def open_recording(folder: Path, target: GPT, wanted: tuple[int, ...]) -> Recording:
     """What record wrote; states stay on disk. ValueError where it is another model's, or lacks a layer that is wanted."""
-    tokens, texts, temperatures, layers, owner = torch.load(folder / "recording.pt", weights_only=True)
+    tokens, texts, written, temperatures, layers, owner = torch.load(folder / "recording.pt", weights_only=True)
     if owner != fingerprint_of(target):
         raise ValueError(f"{folder}: recorded from another model; give another --recording, or delete it")
     if layers != wanted:
@@ -197,7 +199,7 @@ def open_recording(folder: Path, target: GPT, wanted: tuple[int, ...]) -> Record
     width = target.config.n_embd
     size = len(tokens) * len(layers) * width
     states = torch.from_file(str(folder / "states.bin"), size=size, dtype=torch.bfloat16)
-    return Recording(tokens, texts, temperatures, states.view(len(tokens), len(layers), width), tuple(layers))
+    return Recording(tokens, texts, written, temperatures, states.view(len(tokens), len(layers), width), tuple(layers))
 
 
 def frequent_tokens(tokens: torch.Tensor, n: int, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -289,13 +291,13 @@ def shifted(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
     return torch.cat((torch.zeros_like(x.narrow(dim, 0, n)), kept), dim)
 
 
-def draft_head_losses(head: DraftHead, target: GPT, tokens, texts, states, n_steps: int):
-    """tokens, texts (B, T), states (B, T, C) behind the last layer -> of each draft in a row the KL to the target, the
-    cross-entropy to its best token, and the share of equal best tokens; all over the head's vocabulary."""
+def draft_head_losses(head: DraftHead, target: GPT, tokens, texts, written, states, n_steps: int):
+    """tokens, texts, written (B, T), states (B, T, C) behind the last layer -> of each draft in a row the KL to the target, the
+    cross-entropy to its best token, and the share of equal best tokens; all over the head's vocabulary, where the target wrote."""
     with torch.no_grad():
         teacher = known_law(target, states[:, 1:], head.vocab)  # after the token that the head has just been told
         best = teacher.argmax(-1)
-    same = texts[:, 1:] == texts[:, :-1]
+    same = (texts[:, 1:] == texts[:, :-1]) & written[:, :-1]
     kls, crosses, agreements = [], [], []
     for step, x in enumerate(unrolled(head, target, tokens, states, texts, n_steps)):
         counts = same[:, step:] & (texts[:, step:-1] == texts[:, : texts.shape[1] - 1 - step])
@@ -401,15 +403,15 @@ def exit_figures(judged: dict[str, torch.Tensor], platt: tuple[float, float]) ->
 def judge(model: GPT, recording: Recording, tokenizer: Tokenizer, n_positions: int = 8192):
     """Held-out texts, greedy and sampled, and a foreign one -> (slope, bias) for each exit, and figures by exit and source.
 
-    The scaling is fitted on every other text, and the figures are those of the rest.
+    The scaling is fitted on every other text, and the figures are those of the rest; prompts count in neither.
     """
     first, states = recording.held_out(), recording.states
     greedy = recording.temperatures[recording.texts[first:].long()] == 0
-    even = recording.texts[first:] % 2 == 0
-    sources = {"greedy": states[first:][greedy & ~even], "sampled": states[first:][~greedy & ~even]}
+    even, written = recording.texts[first:] % 2 == 0, recording.written[first:]
+    sources = {"greedy": states[first:][written & greedy & ~even], "sampled": states[first:][written & ~greedy & ~even]}
     sources["foreign"] = foreign_states(model, tokenizer, recording.layers, n_positions)
     sources = {name: x[:n_positions] for name, x in sources.items()}
-    fitted = judge_exits(model, states[first:][even][:n_positions])
+    fitted = judge_exits(model, states[first:][written & even][:n_positions])
     scales = [fit_platt(fitted[e]["confidence"], fitted[e]["agrees"]) for e in model.config.exit_layers]
     figures = {str(layer): {} for layer in model.config.exit_layers}
     for name, rows in sources.items():

@@ -468,7 +468,8 @@ def save_state(config, task, optimizers, step, seconds) -> None:
     state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
     write_atomically(Path(config.out) / "train.pt", lambda p: torch.save(state, p))
     flags = {name: value for name, value in dataclasses.asdict(config).items() if name not in PLACES}
-    text = Path(config.data).name or f"standard library of Python {platform.python_version()}"
+    own = "the target's own texts" if config.stage in ("exits", "drafter") else ""
+    text = Path(config.data).name or own or f"standard library of Python {platform.python_version()}"
     origin = {"text": text, "text_sha256": task.text_hash, "steps_done": step, "seconds": round(seconds)}
     meta = {"flags": flags, "torch": torch.__version__, **origin}
     task.write(config.out, meta)
@@ -734,7 +735,7 @@ def drafter_task(config: TrainConfig) -> Task:
     losses = Losses(functools.partial(distill.draft_head_losses, n_steps=n), head, target)
 
     def parts_at(places):
-        parts = [torch.stack([x[w] for w in places]) for x in (recording.tokens, recording.texts)]
+        parts = [torch.stack([x[w] for w in places]) for x in (recording.tokens, recording.texts, recording.written)]
         states = torch.stack([recording.states[w, -1] for w in places]).float()
         return [x.to(target.device) for x in (*parts, states)]
 

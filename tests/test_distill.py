@@ -56,7 +56,8 @@ def test_texts_that_share_a_window_do_not_see_each_other():
     parts = []
     for number, text in enumerate(texts):
         states = true_states(model, text)[0][-1][None, :-1]
-        parts.append((torch.tensor([text[1:]]), torch.full((1, len(text) - 1), number), states))
+        places = torch.full((1, len(text) - 1), number)
+        parts.append((torch.tensor([text[1:]]), places, places >= 0, states))
     alone = [torch.stack(distill.draft_head_losses(head, model, *part, n_steps)) for part in parts]
     both = torch.stack(distill.draft_head_losses(head, model, *(torch.cat(x, 1) for x in zip(*parts)), n_steps))
     for i in range(len(both)):
@@ -105,7 +106,8 @@ def test_drafting_begins_where_the_first_pair_is_known():
 
 def test_a_draft_head_survives_its_file_and_refuses_another_target(tmp_path):
     model, other = tiny_model(seed=4), tiny_model(seed=5)
-    head = random_head(model, range(3, 20))
+    head = random_head(model, range(3, 20)).bfloat16().double()  # what a file holds
+    head.attach(model)
     save_draft_head(tmp_path, head, model, {"note": 1})
     again = load_draft_head(model, tmp_path)
     again.attach(model)
@@ -131,6 +133,7 @@ def test_a_recording_holds_the_states_of_a_forward(tmp_path):
     for text in (0, 1, 7):
         at = (recording.texts == text).nonzero()[:, 0]
         assert torch.equal(at, torch.arange(at[0], at[-1] + 1))
+        assert recording.written[at].tolist() == [i >= len(prompts[text]) - 1 for i in range(len(at))]
         tokens = prompts[text][:1] + recording.tokens[at].tolist()
         states = true_states(model, tokens)[0]
         for layer in (2, 4):
