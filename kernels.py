@@ -1056,7 +1056,8 @@ def exit_confidence(
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     int4 = isinstance(weight, QuantizedWeight) and weight.bits == 4
-    if kind not in CONFIDENCES or int4 or not few_rows(impl, x, weight, *(norm or ())[:2]):
+    small = int4 or isinstance(weight, PackedWeight)
+    if kind not in CONFIDENCES or small or not few_rows(impl, x, weight, *(norm or ())[:2]):
         return exit_confidence_ref(x, weight, norm, vocab, n_used, kind)
     rows, arguments = _operands(x, weight, norm)
     n_out = len(arguments["weight"]) if n_used is None else n_used
@@ -1117,17 +1118,53 @@ class QuantizedWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A matrix (out, in) in the layout that one CPU's products want, which other machines and `torch.save` do not know."""
+    """A matrix (out, in) as one CPU's products want it, which other machines and `torch.save` do not know.
+
+    On x86 its products give a row the same bits whatever rides along, in passes of up to EVEN_ROWS (tests/test_kernels.py).
+    """
 
     data: (
         torch.Tensor
-    )  # bits 16: oneDNN's blocks of bfloat16, opaque; bits 4: uint8 (out, in // 2), as ATen orders nibbles
-    scales: torch.Tensor | None  # bits 4: scale and offset + 8 * scale (groups, out, 2), in the activations' dtype
+    )  # bits 16: oneDNN's blocks of bfloat16, opaque; 8: int8 (out, in); 4: uint8 (out, in // 2), ATen's blocks
+    scales: (
+        torch.Tensor | None
+    )  # in the activations' dtype: 8: (out,); 4: scale and offset + 8 * scale (groups, out, 2)
     bits: int
     shape: tuple[int, int]
 
     def __deepcopy__(self, memo) -> PackedWeight:
         return self  # nothing changes it, and oneDNN's tensors cannot be copied
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether the product has an operator for x; it has no gradients."""
+        dtype = torch.bfloat16 if self.scales is None else self.scales.dtype
+        return x.dtype == dtype and x.is_cpu and x.numel() > 0 and not (x.requires_grad and torch.is_grad_enabled())
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x (n, in) -> (n, out)."""
+        n = x.shape[0]
+        if self.bits == 16:
+            # how oneDNN cuts long rows depends on their number: below EVEN_ROWS it is always that one
+            uneven = n < EVEN_ROWS and self.shape[1] > 1024
+            rows = torch.cat((x, x[:1].expand(EVEN_ROWS - n, -1))) if uneven else x
+            y = torch.ops.mkldnn._linear_pointwise.default(rows, self.data, None, "none", [], "")
+            return y[:n] if uneven else y
+        x = _aligned(x)
+        if self.bits == 4:
+            group = self.shape[1] // self.scales.shape[0]
+            return torch.ops.aten._weight_int4pack_mm_for_cpu.default(x, self.data, group, self.scales)
+        if n <= INT8_ROWS:
+            return torch.ops.aten._weight_int8pack_mm.default(x, self.data, self.scales)
+        return F.linear(x, self.data.to(x.dtype)).mul_(self.scales)
+
+
+EVEN_ROWS = 8
+INT8_ROWS = 48  # the int8 product costs by the row: beyond, it is cheaper to widen the matrix once
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x as ATen's int8 and int4 products need it, or their aligned loads end the process."""
+    return x if x.is_contiguous() and x.data_ptr() % 64 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 Weight = torch.Tensor | QuantizedWeight | PackedWeight  # of a product
@@ -1194,8 +1231,8 @@ def take_rows(weight: Weight, index: slice | torch.Tensor) -> torch.Tensor | Qua
 def pack(weight: Weight, dtype: torch.dtype, n_in: int) -> Weight:
     """The matrix (out, n_in) as this CPU's products with few rows of activations in `dtype` want it, or itself.
 
-    bfloat16: oneDNN's blocks, where the CPU has bfloat16 instructions. int8: itself, its scale in `dtype`. int4: ATen's blocks,
-    scale and offset rounded to `dtype`. What has no such operator (float64, odd shapes) stays as it is.
+    bfloat16: oneDNN's blocks, where the CPU has bfloat16 instructions. int8: the same integers. int4: ATen's blocks. Scales and
+    offsets are rounded to `dtype`. What has no such operator (float64, odd shapes) stays as it is.
     """
     if not isinstance(weight, QuantizedWeight):
         able = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -1207,7 +1244,9 @@ def pack(weight: Weight, dtype: torch.dtype, n_in: int) -> Weight:
         return weight
     n_out = len(weight.data)
     if weight.bits == 8:
-        return weight._replace(data=_aligned(weight.data), scale=weight.scale.to(dtype))
+        return (
+            PackedWeight(_aligned(weight.data), weight.scale.to(dtype), 8, (n_out, n_in)) if n_in % 16 == 0 else weight
+        )
     if n_in % 32 or n_out % 16:
         return weight
     group = weight.group if n_in % weight.group == 0 else 32
@@ -1225,6 +1264,8 @@ def unpack(weight: Weight) -> torch.Tensor | QuantizedWeight:
         return weight
     if weight.bits == 16:
         return weight.data.to_dense()
+    if weight.bits == 8:
+        return QuantizedWeight(weight.data, weight.scales.float(), None, 8, weight.shape[1])
     n_out, n_in = weight.shape
     group = n_in // len(weight.scales)
     ones = torch.tensor((1.0, 8.0)).expand(len(weight.scales), n_out, 2).contiguous()  # 1 * (n - 8) + 8
@@ -1269,7 +1310,7 @@ def linear_ref(
         x = normalise(x, norm)
     if index is not None:
         weight, bias = take_rows(weight, index), None if bias is None else bias[index]
-    y = _product(x, weight, bias) if isinstance(weight, torch.Tensor) else _small_product(x, weight, bias)
+    y = _product(x, weight, bias)
     if activation == "gelu":
         y = F.gelu(y, approximate="tanh")
     elif activation == "swiglu":
@@ -1278,7 +1319,15 @@ def linear_ref(
     return y if residual is None else residual + y
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    if isinstance(weight, PackedWeight):
+        if weight.takes(x):
+            y = weight.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+            return y if bias is None else y + bias
+        weight = unpack(weight)
+        weight = weight if isinstance(weight, QuantizedWeight) else weight.to(x.dtype)
+    if isinstance(weight, QuantizedWeight):
+        weight = dequantize(weight, x.dtype, x.shape[-1])
     n_rows = x.numel() // x.shape[-1]
     if x.device.type != "cpu" or x.dtype != torch.float32 or not 0 < n_rows < 8:
         return F.linear(x, weight, bias)
@@ -1288,43 +1337,6 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     rows = torch.cat((rows, rows)) if n_rows == 1 else rows
     y = (weight @ rows.t()).t()[:n_rows].contiguous().view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
-
-
-EVEN_ROWS = 8  # a row of a packed product has the same bits in any pass of so many
-INT8_ROWS = 48  # a CPU's int8 product costs by the row: beyond, it is cheaper to widen the matrix once
-
-
-def _small_product(x: torch.Tensor, weight: QuantizedWeight | PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """By the CPU's operators for packed and quantised matrices; by one that is dequantised where they do not apply.
-
-    On x86 they give a row the same bits whatever rides along, in passes of up to EVEN_ROWS (tests/test_kernels.py).
-    """
-    packed, dtype, rows = isinstance(weight, PackedWeight), x.dtype, _aligned(x.reshape(-1, x.shape[-1]))
-    ready = 0 < len(rows) and x.device.type == "cpu" and not (x.requires_grad and torch.is_grad_enabled())
-    if ready and packed and weight.bits == 16 and dtype == torch.bfloat16:
-        n = len(rows)
-        # how oneDNN cuts long rows depends on their number: with up to EVEN_ROWS it is always that one
-        filled = F.pad(rows, (0, 0, 0, EVEN_ROWS - n)) if n < EVEN_ROWS and x.shape[-1] > 1024 else x
-        y = torch.ops.mkldnn._linear_pointwise(filled, weight.data, bias, "none", [], "")
-        return y if filled is x else y[:n].view(*x.shape[:-1], y.shape[-1])
-    if ready and packed and weight.bits == 4 and dtype == weight.scales.dtype:
-        group = weight.shape[1] // len(weight.scales)
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight.data, group, weight.scales)
-    elif ready and weight.bits == 8 and dtype != torch.float64 and len(rows) <= INT8_ROWS and x.shape[-1] % 16 == 0:
-        y = torch._weight_int8pack_mm(rows, _aligned(weight.data), weight.scale.to(dtype))
-    elif weight.bits == 8:
-        y = F.linear(rows, weight.data.to(dtype)) * weight.scale.to(dtype)
-    else:
-        weight = unpack(weight)
-        dense = dequantize(weight, dtype, x.shape[-1]) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
-        y = F.linear(rows, dense)
-    y = y.view(*x.shape[:-1], y.shape[-1])
-    return y if bias is None else y + bias
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x as ATen's int8 and int4 products need it, or their aligned loads end the process."""
-    return x if x.is_contiguous() and x.data_ptr() % 64 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 @jit
@@ -1487,7 +1499,7 @@ def few_rows(impl: str, x: torch.Tensor, weight: Weight, *others: torch.Tensor |
     data = weight if isinstance(weight, torch.Tensor) else weight.data
     fits = 0 < x.numel() <= MAX_LINEAR_ROWS * x.shape[-1]
     wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, data, *others))
-    return on_triton(impl, x) and fits and not wants_grad and not isinstance(weight, PackedWeight)
+    return on_triton(impl, x) and fits and not wants_grad
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -1537,7 +1549,7 @@ def linear(
 ) -> torch.Tensor:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}: choose {', '.join(map(str, ACTIVATIONS))}")
-    if not few_rows(impl, x, weight, bias, residual, *(norm or ())[:2]):
+    if isinstance(weight, PackedWeight) or not few_rows(impl, x, weight, bias, residual, *(norm or ())[:2]):
         return linear_ref(x, weight, bias, norm, activation, residual, index)
     rows, arguments = _operands(x, weight, norm)
     n_out = arguments["weight"].shape[0] if index is None else len(index)
@@ -1579,6 +1591,9 @@ def linear(
 # Not claimed for gfx942, which needs twice the registers of bfloat16 there.
 
 
+SLOT_BLOCK = 16  # of attention on a CPU: other lengths are added up in another order
+
+
 class RowPlan(NamedTuple):
     """Where one row of a batch reads and writes, on the host: made once per pass, used by every layer."""
 
@@ -1589,11 +1604,10 @@ class RowPlan(NamedTuple):
     slots: slice | torch.Tensor  # of those positions in the flattened pages: a slice when the pages are consecutive
 
 
-def plan_rows(positions: torch.Tensor, block_table: torch.Tensor, page_size: int) -> list[RowPlan]:
-    """positions (B, T), -1 for padding at either end, else rising by one; block_table (B, max_pages) -> plans of the rows."""
-    plans = []
-    capacity = block_table.shape[1] * page_size
-    for row, at in enumerate(positions.tolist()):
+def spans(positions: list[list[int]], capacity: int) -> list[tuple[int, int, int, int]]:
+    """Of each row that has any: row, index of its first real position, how many, the first; raises ValueError."""
+    found = []
+    for row, at in enumerate(positions):
         first = next((t for t, p in enumerate(at) if p >= 0), len(at))
         n = sum(p >= 0 for p in at)
         if n == 0:
@@ -1603,6 +1617,15 @@ def plan_rows(positions: torch.Tensor, block_table: torch.Tensor, page_size: int
             raise ValueError(f"positions of row {row} must rise by one, with -1 at the ends only, not {at}")
         if end > capacity:
             raise ValueError(f"position {end - 1} of row {row} is beyond the cache's capacity of {capacity}")
+        found.append((row, first, n, start))
+    return found
+
+
+def plan_rows(positions: torch.Tensor, block_table: torch.Tensor, page_size: int) -> list[RowPlan]:
+    """positions (B, T), -1 for padding at either end, else rising by one; block_table (B, max_pages) -> plans of the rows."""
+    plans = []
+    for row, first, n, start in spans(positions.tolist(), block_table.shape[1] * page_size):
+        end = start + n
         used = block_table[row, : -(-end // page_size)].tolist()
         if used == list(range(used[0], used[0] + len(used))):
             slots = slice(used[0] * page_size, used[0] * page_size + end)
@@ -1611,6 +1634,74 @@ def plan_rows(positions: torch.Tensor, block_table: torch.Tensor, page_size: int
             slots = block_table[row].long()[at_token // page_size] * page_size + at_token % page_size
         plans.append(RowPlan(row, first, n, start, slots))
     return plans
+
+
+class Runs(NamedTuple):
+    """plan_rows for bfloat16 on a CPU where rows lie in memory one behind the other: few calls instead of one per row."""
+
+    target: slice | torch.Tensor  # slots of the new tokens in the flattened pages
+    source: slice | torch.Tensor  # which of the B * T tokens they are: all but the padding
+    calls: list[
+        tuple
+    ]  # (first row, last row + 1, its first slot, slots between rows, slots read, mask (rows, T, 1, 1, slots))
+
+
+def plan_runs(positions: torch.Tensor, starts: list[int], capacity: int) -> Runs:
+    """positions (B, T) as in plan_rows; starts: the slot where each row begins, whose `capacity` slots hold finite numbers.
+
+    A run is rows at even distances. All its rows read whole blocks of SLOT_BLOCK slots, as many as its longest row holds:
+    a mask hides what is no position of a row's past.
+    """
+    at = positions.tolist()
+    real = spans(at, capacity)
+    if len(at) == 1 and real:
+        _, t, n, p = real[0]
+        target, source = slice(starts[0] + p, starts[0] + p + n), slice(t, t + n)
+    else:
+        target = torch.tensor([starts[row] + p + i for row, _, n, p in real for i in range(n)], dtype=torch.int64)
+        source = torch.tensor([row * len(at[0]) + t + i for row, t, n, _ in real for i in range(n)], dtype=torch.int64)
+    calls, first = [], 0
+    while first < len(at):
+        step, end = capacity, first + 1
+        while end < len(at) and starts[end] - starts[end - 1] == step:
+            end += 1
+        longest = max(max(row) for row in at[first:end]) + 1
+        n_read = max(-(-longest // SLOT_BLOCK), 1) * SLOT_BLOCK
+        ahead = torch.arange(n_read) > positions[first:end, :, None].clamp(min=0)
+        mask = torch.zeros(ahead.shape, dtype=torch.bfloat16).masked_fill_(ahead, -torch.inf)[:, :, None, None]
+        calls.append((first, end, starts[first], step, n_read, mask))
+        first = end
+    return Runs(target, source, calls)
+
+
+def attend_runs(qkv: torch.Tensor, k_cache, v_cache, n_head: int, cos, sin, runs: Runs) -> torch.Tensor:
+    """decode_attention_ref by runs. Every token is an own row of PyTorch's attention, and keys come in blocks of SLOT_BLOCK:
+    a token's bits then depend on its own past only (tests/test_kernels.py)."""
+    _, _, n_kv, head_dim = k_cache.shape
+    n_new = qkv.shape[1]
+    qk, v = qkv[:, :, : n_head + n_kv], qkv[:, :, n_head + n_kv :]
+    qk = qk if cos is None else rotate_ref(qk, cos, sin)
+    q, k = qk[:, :, :n_head], qk[:, :, n_head:]
+    append_runs(k, v, k_cache, v_cache, runs)
+    q = q.unflatten(2, (n_kv, -1))  # (B, T, G, R, D)
+    width, parts = n_kv * head_dim, []
+    for first, end, start, step, n_read, mask in runs.calls:
+        shape, strides = (end - first, n_kv, n_read, head_dim), (step * width, head_dim, width, 1)
+        memory = [x.as_strided(shape, strides, x.storage_offset() + start * width) for x in (k_cache, v_cache)]
+        if end - first == 1:  # all tokens of the row at once
+            memory = [x.expand(n_new, -1, -1, -1) for x in memory]
+            parts.append(F.scaled_dot_product_attention(q[first], *memory, attn_mask=mask[0])[None])
+        else:
+            out = [F.scaled_dot_product_attention(q[first:end, t], *memory, attn_mask=mask[:, t]) for t in range(n_new)]
+            parts.append(torch.stack(out, 1))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.flatten(2, 3)
+
+
+def append_runs(k: torch.Tensor, v: torch.Tensor, k_cache, v_cache, runs: Runs) -> None:
+    """append_kv_ref by runs."""
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        cache.flatten(0, 1)[runs.target] = new.flatten(0, 1)[runs.source]
 
 
 def rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -1916,6 +2007,8 @@ def decode_attention(
 
     Positions must be below the cache's capacity: the device does not check, and would write into another row's pages.
     """
+    if isinstance(plans, Runs):
+        return attend_runs(qkv, k_cache, v_cache, n_head, cos, sin, plans)
     n_rows, n_new, _, head_dim = qkv.shape
     if n_new > MAX_ROWS or not on_triton(impl, qkv):
         return decode_attention_ref(qkv, k_cache, v_cache, block_table, positions, n_head, cos, sin, scales, plans)
@@ -1951,6 +2044,8 @@ def decode_attention(
 
 def append_kv(k, v, k_cache, v_cache, block_table, positions, scales=None, plans=None, impl: str = "auto") -> None:
     """append_kv_ref; up to MAX_ROWS new rows per sequence are one launch."""
+    if isinstance(plans, Runs):
+        return append_runs(k, v, k_cache, v_cache, plans)
     if k.shape[1] > MAX_ROWS or not on_triton(impl, k):
         return append_kv_ref(k, v, k_cache, v_cache, block_table, positions, scales, plans)
     _append(k, v, k_cache, v_cache, block_table.contiguous(), positions.contiguous(), None, None, scales)

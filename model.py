@@ -100,13 +100,21 @@ class KVCache:
         quantised = dtype == torch.int8
         self.k_scale = torch.empty(shape[:-1], dtype=torch.float32, device=device) if quantised else None
         self.v_scale = torch.empty_like(self.k_scale) if quantised else None
+        self.layers = list(zip(self.k.unbind(), self.v.unbind()))
         self.page_size = page_size
+        self.starts: list[int] | None = None  # see finite
         pages = torch.arange(batch * max_pages, dtype=torch.int32, device=device)
         self.block_table = pages.view(batch, max_pages)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages of one layer: k, v (n_pages, page_size, G, D)."""
-        return self.k[layer], self.v[layer]
+        return self.layers[layer]
+
+    def finite(self) -> KVCache:
+        """Fill a fresh cache with zeros, and promise that: attention on a CPU may then read unused slots under a mask."""
+        self.k.zero_(), self.v.zero_()
+        self.starts = [row * self.capacity for row in range(len(self.block_table))]
+        return self
 
     def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Of an int8 cache: k_scale, v_scale (n_pages, page_size, G) of one layer."""
@@ -121,6 +129,8 @@ class KVCache:
         """A view of some rows (list of int or index tensor) that shares the pages."""
         view = copy.copy(self)
         view.block_table = self.block_table[index]
+        if self.starts is not None:
+            view.starts = [self.starts[row] for row in index]
         return view
 
 
@@ -159,6 +169,8 @@ class Linear(Matrix, nn.Linear):
         parameters = None if norm is None else norm.parameters_of()
         return kernels.linear(x, self.weight, self.bias, parameters, activation, residual, impl=impl)
 
+    __call__ = forward  # a module's own call, with its look for hooks, costs as much as a small operator
+
 
 class Embedding(Matrix, nn.Embedding):
     def reset_parameters(self):
@@ -184,13 +196,19 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.n_embd))
         self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.arch == "gpt2" else None
         self.eps = config.norm_eps
-        self.twice: torch.Tensor | None = None  # of a packed model: see kernels.normalise
+        self.packed: kernels.Norm | None = None  # of a packed model: see kernels.normalise
 
     def parameters_of(self) -> kernels.Norm:
-        return kernels.Norm(self.weight, self.bias, self.eps, self.twice)
+        return self.packed or kernels.Norm(self.weight, self.bias, self.eps)
+
+    def pack(self) -> None:
+        """Only RMSNorm in bfloat16 has another form."""
+        if self.bias is None and self.weight.dtype == torch.bfloat16:
+            weight = self.weight.detach()
+            self.packed = kernels.Norm(weight, None, self.eps, torch.cat((weight, weight)))
 
     def _apply(self, fn, recurse=True):
-        self.twice = None
+        self.packed = None
         return super()._apply(fn, recurse)
 
     def forward(self, x):
@@ -204,7 +222,7 @@ class Pass(NamedTuple):
     cache: KVCache | None  # None: each row attends causally within itself
     cos: torch.Tensor | None  # (B, T, 1, D), as sin; None with learned positions
     sin: torch.Tensor | None
-    plans: list[kernels.RowPlan] | None  # the host's, for the references
+    plans: list[kernels.RowPlan] | kernels.Runs | None  # the host's, where no Triton kernel runs
     impl: str
 
 
@@ -285,6 +303,7 @@ class GPT(nn.Module):
         self.impl = "auto"  # kernels or references: kernels.IMPLEMENTATIONS
         self.cache_dtype: torch.dtype | None = None  # torch.int8 for instance; the model's own when None
         self.fingerprint: str | None = None  # of the file that the backbone came from: checkpoint.fingerprint
+        self.prefill_threads: int | None = None  # see decode.pick_threads; PyTorch's own number when None
         self.token_embedding = Embedding(config.vocab_size, config.n_embd)
         self.position_embedding = Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -368,11 +387,26 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.set_weight(kernels.pack(module.weight, self.dtype, module.in_features))
-            elif isinstance(module, Norm) and module.bias is None and self.dtype == torch.bfloat16:
-                module.twice = torch.cat((module.weight, module.weight)).detach()
+            elif isinstance(module, Norm):
+                module.pack()
         if self.output is None:
             self.packed_output = self._packed(self.token_embedding.weight)
         return self
+
+    def weight_bytes(self) -> int:
+        """Memory of all weights as they stand, packed copies included."""
+        tensors = list(self.parameters())
+        weights = [m.weight for m in self.modules() if isinstance(m, Matrix)] + [
+            self.packed_output,
+            self.packed_exit_output,
+        ]
+        for weight in weights:
+            if isinstance(weight, kernels.QuantizedWeight):
+                tensors += [x for x in weight if isinstance(x, torch.Tensor)]
+            elif isinstance(weight, kernels.PackedWeight):
+                tensors += [x for x in (weight.data, weight.scales) if x is not None]
+        # oneDNN's tensors have no address; the others may be shared
+        return sum({(id(t) if t.is_mkldnn else t.data_ptr()): t.numel() * t.element_size() for t in tensors}.values())
 
     def _packed(self, weight: kernels.Weight) -> kernels.Weight:
         return kernels.pack(weight, self.dtype, self.config.n_embd)
@@ -385,7 +419,8 @@ class GPT(nn.Module):
         """A cache on the model's device, in cache_dtype or its own dtype."""
         if self.cache_dtype not in (None, torch.int8, self.dtype):
             raise ValueError(f"cache_dtype is {self.cache_dtype}: choose torch.int8, or the model's own {self.dtype}")
-        return KVCache(self.config, batch, capacity, dtype=self.cache_dtype or self.dtype, device=self.device)
+        cache = KVCache(self.config, batch, capacity, dtype=self.cache_dtype or self.dtype, device=self.device)
+        return cache.finite() if cache.k.dtype == torch.bfloat16 and self.device.type == "cpu" else cache
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """tokens, positions (B, T) int64; position -1 is padding -> x (B, T, C)."""
@@ -416,7 +451,10 @@ class GPT(nn.Module):
         few = positions.shape[1] <= kernels.MAX_ROWS
         plans = None
         if cache is not None and not (few and kernels.on_triton(self.impl, cache.k)):
-            plans = kernels.plan_rows(positions, cache.block_table, cache.page_size)
+            if few and cache.starts is not None and self.dtype == torch.bfloat16:
+                plans = kernels.plan_runs(positions, cache.starts, cache.capacity)
+            else:
+                plans = kernels.plan_rows(positions, cache.block_table, cache.page_size)
         return Pass(positions, cache, cos, sin, plans, self.impl)
 
     def fill_kv(self, x, cache: KVCache, positions, first: int) -> None:

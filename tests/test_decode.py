@@ -1,16 +1,22 @@
 """The loop: what is refused, where decoding ends, what is reported, and that nothing leaks, grows or is computed twice."""
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import math
+import os
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import Pieces, all_modes, check_counters, check_laws, counters, run, tiny_model
 
-from decode import DecodeStats, SamplingParams, generate
+import kernels
+from decode import DecodeStats, SamplingParams, compare_on_text, generate, pick_threads
 from early_exit import early_exit_generate
+from model import GPT
 from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_generate
 
 MODEL = tiny_model()
@@ -478,3 +484,93 @@ def test_speed_counts_every_token_and_all_time_behind_prefill():
     assert stats.tokens_per_second == 5.0
     [out] = generate(tiny_model(), [[1, 2, 3]], SamplingParams(5))
     assert 0 < out.stats.prefill_seconds < out.stats.first_token_seconds < out.stats.seconds
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A packed model on a CPU
+
+BF16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def packed_model(bits: int) -> GPT:
+    """bfloat16 activations, sharp enough that drafts fall, flat enough that they often stand."""
+    model = tiny_model(poisoned=False, n_embd=64, n_hidden=1056, vocab_size=48, block_size=256, dtype=torch.float32)
+    for name, weight in model.state_dict().items() if bits < 16 else ():
+        if weight.dim() == 2:
+            model.set_weight(name, kernels.quantize(weight, 8 if "embedding" in name else bits, 32))
+    return model.to(torch.bfloat16).pack()
+
+
+@pytest.mark.skipif(not BF16, reason="a CPU without bfloat16 instructions: other products")
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_speculation_with_a_packed_model_is_plain_decoding_bit_for_bit(bits):
+    """In bfloat16, no near-ties excepted: up to 7 drafts a pass, greedy and coupled, and in batches of up to 8 tokens."""
+    model = packed_model(bits)
+    drafter = packed_model(4)
+    prompts = [[5, 6, 7, 5, 6, 7, 5], [9, 9, 8]]
+    accepted = 0
+    for sampling in (SamplingParams(90, temperature=0), SamplingParams(90, temperature=0.7, seed=4)):
+        alone = [generate(model, [p], replace(sampling, seed=sampling.seed + i))[0] for i, p in enumerate(prompts)]
+        batched = generate(model, prompts, sampling)
+        ways = {"ngram": (NGramDrafter(), 7), "model": (ModelDrafter(drafter), 3), "exit": (ExitDrafter(model, 2), 5)}
+        for i, prompt in enumerate(prompts):
+            assert (batched[i].tokens, batched[i].logprobs) == (alone[i].tokens, alone[i].logprobs)
+            for name, (way, k) in ways.items():
+                seeded = replace(sampling, seed=sampling.seed + i)
+                [out] = speculative_generate(model, way, [prompt], seeded, k, "coupled")
+                assert (out.tokens, out.logprobs) == (alone[i].tokens, alone[i].logprobs), (name, i)
+                accepted += out.stats.accepted
+    assert accepted > 100  # the property is empty without
+
+
+def test_threads_are_picked_and_prefill_has_its_own():
+    before = torch.get_num_threads()
+    try:
+        model = packed_model(16)
+        began = time.perf_counter()
+        count = pick_threads(model, 0.2)
+        assert time.perf_counter() - began < 20
+        n_cores = len(os.sched_getaffinity(0))
+        assert count == torch.get_num_threads() and 1 <= count <= n_cores
+        if n_cores > 1:
+            assert 1 <= model.prefill_threads <= n_cores
+        seen, model.prefill_threads = [], n_cores
+        run_layers = model.run_layers
+        model.run_layers = lambda x, *args: (seen.append((x.shape[1], torch.get_num_threads())), run_layers(x, *args))[
+            1
+        ]
+        torch.set_num_threads(1)
+        generate(model, [[1, 2, 3]], SamplingParams(2, temperature=0))
+        assert seen == [(2, n_cores), (1, 1), (1, 1)] and torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_cost_of_quantisation_is_measured():
+    """Against itself nothing is lost; perplexity is what it says; fewer bits lose more; bytes are those of the bits."""
+    wide = {"n_embd": 128, "n_hidden": 256, "vocab_size": 48, "n_vocab_used": 44}
+    model = tiny_model(poisoned=False, dtype=torch.float32, **wide)
+    tokens = torch.randint(44, (3, 40), generator=torch.Generator().manual_seed(0))
+    same = compare_on_text(model, model, tokens)
+    law = model(tokens)[:, :-1].double().log_softmax(-1)
+    perplexity = math.exp(-law.gather(2, tokens[:, 1:, None]).mean())
+    assert same["perplexity"] == same["reference_perplexity"] == pytest.approx(perplexity, rel=1e-5)
+    assert (same["agreement"], same["kl"]) == (1, 0)
+    lost = []
+    for bits in (8, 4):
+        small = copy.deepcopy(model)
+        for name, weight in model.state_dict().items():
+            if weight.dim() == 2:
+                small.set_weight(name, kernels.quantize(weight, 8 if "embedding" in name else bits, 32))
+        n = {
+            m: sum(w.numel() for k, w in model.state_dict().items() if w.dim() == 2 and ("embedding" in k) == (m == 8))
+            for m in (8, 4)
+        }
+        vectors = 4 * sum(w.numel() for w in model.state_dict().values() if w.dim() == 1)
+        plain = n[8] + n[4] * (1 if bits == 8 else 0.5) + vectors
+        assert plain < small.weight_bytes() < 1.3 * plain < model.weight_bytes()
+        loose = compare_on_text(small, model, tokens)
+        packed = compare_on_text(small.pack(), model, tokens)
+        assert packed["kl"] == pytest.approx(loose["kl"], rel=0.05) and 0 < loose["agreement"] <= 1
+        lost.append(loose["kl"])
+    assert 0 < lost[0] < lost[1] / 10

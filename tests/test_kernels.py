@@ -1,5 +1,6 @@
 """Random numbers, the sampling rule, acceptance, confidence and attention, each against its definition."""
 
+import copy
 import itertools
 import math
 from fractions import Fraction
@@ -11,6 +12,7 @@ from helpers import chi_square_p, numpy_law, numpy_race, numpy_uniform, sample_s
 
 import kernels
 from decode import SamplingParams
+from model import GPTConfig, KVCache
 
 ALMOST_ONE = 1.0 - 2.0**-24
 
@@ -640,3 +642,76 @@ def test_the_norm_of_packed_models_is_as_exact_as_pytorchs():
             for y in (kernels.norm_ref(x, norm), kernels.normalise(x, norm._replace(twice=torch.cat((weight, weight)))))
         ]
         assert errors[1] <= 2 * errors[0] and errors[1] > 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The CPU's attention by runs of rows
+
+WIDE = GPTConfig("llama", 24, 700, 2, 9, 576, n_kv_head=3, n_hidden=24)  # SmolLM2's heads
+
+
+def held(batch: int, capacity: int) -> KVCache:
+    """A cache that keeps its promise and no more: large numbers wherever nothing is written."""
+    cache = KVCache(WIDE, batch, capacity, dtype=torch.bfloat16).finite()
+    cache.k.fill_(1e3), cache.v.fill_(-1e3)
+    return cache
+
+
+def by_runs(qkv, cache: KVCache, positions):
+    cos, sin = (torch.randn(1000, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (1, 2))
+    at = positions.clamp(min=0)
+    runs = kernels.plan_runs(positions, cache.starts, cache.capacity)
+    turn = (cos[at][:, :, None], sin[at][:, :, None])
+    arguments = (cache.block_table, positions, 9, *turn)
+    return kernels.decode_attention(qkv, *cache.layer(0), *arguments, plans=runs), (arguments, turn)
+
+
+@pytest.mark.parametrize("rows", [[0], [3], [0, 1, 2, 3], [0, 2], [3, 0, 1], [1, 2]])
+def test_attention_by_runs_is_within_the_error_budget(rows):
+    """Ragged rows, padding at either end or throughout, subsets of a batch whose rows form one run or several."""
+    torch.manual_seed(len(rows))
+    runs = kernels.plan_runs(torch.zeros(len(rows), 1, dtype=torch.int64), held(4, 300).rows(rows).starts, 304)
+    assert len(runs.calls) == 1 + sum(b != a + 1 for a, b in itertools.pairwise(rows))
+    for n_new in (1, 2, 5, 16):
+        cache, starts = held(4, 300), [0, 37, 250, 16]
+        cache.k.normal_(), cache.v.normal_()
+        view = cache.rows(rows)
+        positions = torch.tensor([[starts[row] + t for t in range(n_new)] for row in rows])
+        if n_new == 5:
+            positions[0, 3:], positions[-1, :2] = -1, -1
+        if n_new == 2 and len(rows) > 1:
+            positions[1] = -1
+        qkv = torch.randn(len(rows), n_new, 15, 64).bfloat16()
+        exact, loose = (copy.deepcopy(view) for _ in range(2))
+        out, (arguments, turn) = by_runs(qkv, view, positions)
+        assert out.shape == (len(rows), n_new, 9, 64)
+        loose_out = kernels.decode_attention_ref(qkv, *loose.layer(0), *arguments)
+        doubled = [x.double() for x in exact.layer(0)]
+        true = kernels.decode_attention_ref(qkv.double(), *doubled, *arguments[:3], *(x.double() for x in turn))
+        real = positions >= 0
+        limit = 2 * (loose_out.double() - true)[real].abs().max() + 2**-8 * true[real].abs().max()
+        assert (out.double() - true)[real].abs().max() <= limit and out.isfinite().all()
+        for layer in range(2):
+            for got, expected in zip(view.layer(layer), loose.layer(layer)):
+                assert torch.equal(got, expected)  # the new keys and values, and nothing else
+
+
+@pytest.mark.skipif(not BF16, reason="a CPU without bfloat16 instructions: other kernels")
+def test_a_tokens_attention_has_the_same_bits_whatever_rides_along():
+    """Alone, with other new tokens, with other rows, shorter or longer by far: its past is all that counts."""
+    torch.manual_seed(0)
+    qkv = torch.randn(1, 700, 15, 64).bfloat16()
+    alone = held(1, 700)
+    expected = torch.cat([by_runs(qkv[:, t : t + 1], alone, torch.tensor([[t]]))[0] for t in range(700)], 1)
+    for n_new in (2, 3, 5, 8, 16):
+        cache = held(1, 700)
+        for start in range(0, 690 - n_new, n_new):
+            at = torch.arange(start, start + n_new)[None]
+            assert torch.equal(by_runs(qkv[:, at[0]], cache, at)[0], expected[:, at[0]]), (n_new, start)
+    cache = held(3, 700)
+    for layer in (cache.k, cache.v):
+        layer[:] = (alone.k if layer is cache.k else alone.v).repeat(1, 3, 1, 1, 1)
+    for starts in ((3, 690, 61), (600, 10, 15), (0, 0, 511)):
+        for n_new in (1, 3):
+            at = torch.tensor([[start + t for t in range(n_new)] for start in starts])
+            assert torch.equal(by_runs(qkv[0][at], cache, at)[0], expected[0][at]), (starts, n_new)
