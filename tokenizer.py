@@ -41,8 +41,8 @@ class Tokenizer:
 
     ranks: {bytes: id}; pattern: the split regex; special: {text: id}. A byte without a token (some vocabularies leave
     out control characters) becomes unk_id, or nothing where that is None; the original would join its neighbours, we do
-    not. normalizer: "NFC" or None, for all of the text. chat_template: jinja or None. The ranks are passed in: tiktoken's own loader caches a file by its path and would serve an old
-    tokenizer after a retraining.
+    not. normalizer: "NFC" or None, for all of the text. chat_template: jinja or None. The ranks are passed in, because
+    tiktoken's own loader caches a file by its path and would serve an old tokenizer after a retraining.
     """
 
     SAVED = ("pattern", "special", "bos_id", "eos_ids", "chat_template", "normalizer", "unk_id")
