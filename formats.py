@@ -5,7 +5,7 @@
     GGUF                llama, qwen2, gpt2; F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K
     nanoGPT             ckpt.pt
 
-describe(path) gives a Source; locate() lays its tensors beside ours and refuses what is missing, left over or of another shape.
+describe(path) gives a Source; locate() lays its tensors beside ours and refuses what is missing, left over, misshapen.
 What a file asks for and we would compute wrongly (another activation, a sliding window) is refused by name.
 """
 
@@ -87,7 +87,7 @@ def describe(path: Path) -> Source:
 
 
 def locate(file: Path, model: nn.Module, names: dict | None, tensors: dict[str, Stored]) -> dict[str, list[Stored]]:
-    """{our name: the parts of it, one below the other}, or a ValueError: nothing is read before all is there and fits."""
+    """{our name: its parts, one below the other}, or a ValueError: nothing is read before all is there and fits."""
     prefixes = ("", "transformer.", "model.")  # whether the body was saved alone or inside a model with a head
     found, known = {}, set()
     for ours, wanted in model.state_dict().items():
@@ -111,7 +111,7 @@ def locate(file: Path, model: nn.Module, names: dict | None, tensors: dict[str, 
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------- configs
+# ------------------------------------------------------------------------------------------------------------- configs
 
 
 def make_config(file: Path, fields: dict) -> GPTConfig:
@@ -210,7 +210,7 @@ def rotary_fields(file: Path, described: dict) -> dict:
     return {"rope_scaling": scaling} | ({} if theta is None else {"rope_theta": theta})
 
 
-# ---------------------------------------------------------------------------------------------------------- files
+# --------------------------------------------------------------------------------------------------------------- files
 
 LLAMA = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "attn_out": "self_attn.o_proj"}
 LLAMA |= {"qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "up": "mlp.gate_proj mlp.up_proj"}
@@ -342,11 +342,11 @@ def read_nanogpt(file: Path) -> Source:
     )
 
 
-# --------------------------------------------------------------------------------------------------------- GGUF
+# ---------------------------------------------------------------------------------------------------------------- GGUF
 #
-#     "GGUF" | version | counts | metadata: name, type, value ... | tensors: name, shape, type, offset ... | padding | data
+#     "GGUF" | version | counts | metadata: name, type, value ... | tensors: name, shape, type, offset ... | pad | data
 #
-# Quantised rows are blocks of 32 or 256 numbers with scales of their own. Q4_0, Q4_1 and Q4_K are our int4 with groups of 32.
+# Quantised rows are blocks of 32 or 256 numbers with their own scales. Q4_0, Q4_1 and Q4_K are our int4, groups of 32.
 # Metadata are read here: the package's reader makes an array per string, which for SmolLM2's 98,000 takes 1.7 seconds.
 
 GGUF_NUMBERS = dict(enumerate("BbHhIif?--Qqd"))  # type: struct's letter; 8 is a string, 9 an array
@@ -507,7 +507,7 @@ def llama3_scaling(file: Path, config: GPTConfig, stored: Stored) -> dict:
 
 
 def head_order(config: GPTConfig) -> dict[str, torch.Tensor]:
-    """Our rows of q and k in theirs: for llama the converter puts the two halves of a rotated pair next to each other."""
+    """Our rows of q and k in theirs: for llama the converter puts the two halves of a rotated pair side by side."""
 
     def order(n_heads: int) -> torch.Tensor:
         rows = torch.arange(n_heads * config.head_dim)

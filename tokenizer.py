@@ -6,8 +6,8 @@
     chat template                        chat_template.jinja, tokenizer_config.json or GGUF: apply_chat renders it
 
 tiktoken knows no merges: it joins the two neighbours whose joined bytes have the lowest id. That is the original's BPE
-exactly where ids rise in the order of the merges and every token comes out of its own bytes (see `unreachable`), given the
-same split into words, which is looked up by what the file declares. A tokenizer for which this does not hold
+exactly where ids rise in the order of the merges and every token comes out of its own bytes (see `unreachable`), given
+the same split into words, which is looked up by what the file declares. A tokenizer for which this does not hold
 (SentencePiece's, with spaces as letters) is refused as Inexpressible: the weights are of use without it, as token ids.
 """
 
@@ -19,8 +19,7 @@ from pathlib import Path
 
 import tiktoken
 
-# The splits into words. gpt2's is written without its needless order; smollm isolates each digit first, so that a run of
-# spaces before a digit stays whole: behind it the words of GPT-2's pattern end.
+# The splits into words. smollm isolates each digit, then splits as GPT-2: a run of spaces before a digit stays whole.
 SPLITS = {
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "smollm": r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+",
@@ -40,10 +39,10 @@ class Inexpressible(ValueError):
 class Tokenizer:
     """Byte-level BPE through tiktoken: any text encodes, and any sequence of known ids decodes to exact bytes.
 
-    ranks: {bytes: id}; pattern: the split regex; special: {text: id}. A byte without a token (some vocabularies leave out
-    control characters) becomes unk_id, or nothing where that is None. normalizer: "NFC" or None. chat_template: jinja or
-    None. The ranks are passed in, because tiktoken's own loader caches a file by its path and would serve an old
-    tokenizer after a retraining.
+    ranks: {bytes: id}; pattern: the split regex; special: {text: id}. A byte without a token (some vocabularies leave
+    out control characters) becomes unk_id, or nothing where that is None; the original would join its neighbours, we do
+    not. normalizer: "NFC" or None, for all of the text. chat_template: jinja or None. The ranks are passed in, because
+    tiktoken's own loader caches a file by its path and would serve an old tokenizer after a retraining.
     """
 
     SAVED = ("pattern", "special", "bos_id", "eos_ids", "chat_template", "normalizer", "unk_id")
@@ -98,7 +97,7 @@ def read_json(file: Path) -> dict:
     return content
 
 
-# --------------------------------------------------------------------------------------------------- our own format
+# ------------------------------------------------------------------------------------------------------ our own format
 
 
 def save_tokenizer(tokenizer: Tokenizer, write) -> dict:
@@ -157,7 +156,7 @@ def our_tokenizer(folder: Path, about: dict | None, n_vocab_used: int) -> Tokeni
         raise ValueError(f"{folder / 'config.json'}: field tokenizer.pattern is no pattern ({error})") from None
 
 
-# ------------------------------------------------------------------------------------------------ byte-level BPE of others
+# -------------------------------------------------------------------------------------------- byte-level BPE of others
 
 
 def byte_letters() -> dict[int, int | None]:
@@ -173,12 +172,12 @@ def byte_letters() -> dict[int, int | None]:
 def unreachable(ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]]) -> bytes | None:
     """The first token that BPE does not make of its own bytes, or None; merges in order, ids rising along them.
 
-    Where every token is reachable, tiktoken's rule equals BPE's. Both make the same choices until neighbours (a, b) join
-    into a token: as long as nothing crosses its ends, the token's own bytes go the same way alone, and there they end
+    Where every token is reachable, tiktoken's rule equals BPE's. Both choose alike until neighbours (a, b) join into a
+    token: as long as nothing crosses its ends, the token's own bytes go the same way alone, and there they end
     in one of its merges: so (a, b) is one.
 
-    A token = left + right is reachable unless something crosses the seam. Times are ids, since they only rise: while left
-    forms, its last part grows along a chain, each link alive until the id of the next; right's first part likewise. A
+    A token = left + right is reachable unless something crosses the seam. Times are ids, since they only rise: while
+    left forms, its last part grows along a chain, each link alive until the id of the next; right's first part too. A
     link of each, both alive at the id of their join, would be joined. Of two joins with one id the leftmost is made.
     """
     last, first = ({bytes([byte]): () for byte in range(256)} for _ in range(2))  # token: ((part, gone), ...) inside it
@@ -360,12 +359,12 @@ def gguf_tokenizer(file: Path, fields: dict) -> Tokenizer:
     ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return from_merges(
         file, vocab, merges, special, GGUF_SPLITS[pre], bos_id=fields.get("tokenizer.ggml.bos_token_id"),
-        eos_ids=list(dict.fromkeys(i for i in ends if i is not None)), chat_template=fields.get("tokenizer.chat_template"),
-        normalizer="NFC" if GGUF_SPLITS[pre] == "qwen2" else None,
+        eos_ids=list(dict.fromkeys(i for i in ends if i is not None)),
+        chat_template=fields.get("tokenizer.chat_template"), normalizer="NFC" if GGUF_SPLITS[pre] == "qwen2" else None,
     )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------------- chat
+# ---------------------------------------------------------------------------------------------------------------- chat
 
 
 def apply_chat(tokenizer: Tokenizer, messages: list[dict], add_generation_prompt: bool = True) -> str:

@@ -71,7 +71,7 @@ def one_line(error) -> str:
     return text
 
 
-# ------------------------------------------------------------------------------------------------ what is read is right
+# ----------------------------------------------------------------------------------------------- what is read is right
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "llama-gqa-tiny"])
@@ -178,7 +178,7 @@ def test_pickles_that_run_code_are_refused_and_do_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-# ------------------------------------------------------------------------------------------------------ what is written
+# ----------------------------------------------------------------------------------------------------- what is written
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -346,7 +346,7 @@ def hugging_face_folder(folder, kind, **changes):
     return tensors
 
 
-# ----------------------------------------------------------------------------------------------------------------- GGUF
+# ---------------------------------------------------------------------------------------------------------------- GGUF
 
 SHAPES = {
     "llama": {"n_kv_head": 2, "n_hidden": 256},
@@ -453,7 +453,7 @@ def test_int4_blocks_are_taken_over_as_they_are(tmp_path, arch, kind):
             if kind in ("Q4_0", "Q4_1", "Q4_K"):
                 assert error <= 1e-6 * meant[name].abs().max(), name
             else:
-                assert weight.group == 128 and 0 < error < 0.1 * meant[name].abs().max(), name
+                assert weight.group == 32 and 0 < error < 0.1 * meant[name].abs().max(), name
     assert model.token_embedding.weight.bits == 8
 
 
@@ -544,7 +544,7 @@ def test_without_the_package_gguf_names_its_command(tmp_path, monkeypatch):
         load_checkpoint(tmp_path / "model.gguf")
 
 
-# ------------------------------------------------------------------------------------------------- quantised on load
+# --------------------------------------------------------------------------------------------------- quantised on load
 
 
 @pytest.mark.parametrize(("quantize", "bits", "tolerance"), [("int8", 8, 0.03), ("int4", 4, 0.25)])
@@ -570,7 +570,7 @@ def test_exit_heads_stay_whole_under_quantisation(folder):
     assert len(list(model.exits.parameters())) == len(list(load_checkpoint(folder)[0].exits.parameters()))
 
 
-# ------------------------------------------------------------------------------------------------------------- memory
+# -------------------------------------------------------------------------------------------------------------- memory
 
 PEAK = """
 import sys, torch
@@ -679,7 +679,7 @@ def test_the_plan_counts_what_is_there(tmp_path, arch, quantize):
     tensors = [*model.parameters(), *model.buffers(), *(x for w in weights if isinstance(w, tuple) for x in w[:3])]
     held = {x.data_ptr(): x.nbytes for x in tensors if x is not None}
     plan = memory_plan([Planned("target", model.config, torch.bfloat16, quantize)], batch=3, context=20)
-    assert sum(held.values()) <= plan["target: weights"] <= 1.1 * sum(held.values())
+    assert sum(held.values()) <= plan["target: weights"] <= 1.15 * sum(held.values())
     cache = model.new_cache(3, 20)
     assert plan["target: keys and values"] == cache.k.nbytes + cache.v.nbytes
     assert read_config(tmp_path) == model.config
@@ -707,7 +707,7 @@ def test_what_does_not_fit_is_refused_with_what_would():
     assert 10**8 < free_memory(torch.device("cpu")) < 10**14
 
 
-# ---------------------------------------------------------------------------------------------------------------- hub
+# ----------------------------------------------------------------------------------------------------------------- hub
 
 
 def test_hub_names_are_fetched_at_their_revision_without_pickles(tmp_path, monkeypatch):
@@ -749,7 +749,7 @@ def test_a_hub_that_is_out_of_reach_is_one_line(tmp_path, monkeypatch):
     one_line(error)
 
 
-# ------------------------------------------------------------------------------- exit heads for someone else's model
+# --------------------------------------------------------------------------------- exit heads for someone else's model
 
 
 def with_heads(path, **changes):
@@ -768,6 +768,7 @@ def with_heads(path, **changes):
 @pytest.mark.parametrize("changes", [{}, {"exit_vocab": None, "exit_adapters": ()}])
 def test_heads_saved_beside_a_model_give_the_same_exits_again(tmp_path, changes):
     trained, path = with_heads(tmp_path / "heads", **changes)
+    trained.exits.bfloat16().float()  # what a file holds
     model = load_checkpoint(DATA / "gpt2-tiny")[0]
     assert load_heads(model, path) == {"note": "x"}
     assert model.config == trained.config
@@ -827,7 +828,7 @@ def test_broken_heads_are_one_line_and_leave_the_model_alone(tmp_path, damage):
     assert model.config == before and not model.exits
 
 
-# ------------------------------------------------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------------------------------------------- what is refused
 
 
 def edit_json(file, edit):
@@ -988,7 +989,7 @@ def test_values_that_cannot_be_are_one_line(folder):
         one_line(error)
 
 
-# ----------------------------------------------------------------------------------------------------------------- flags
+# --------------------------------------------------------------------------------------------------------------- flags
 
 
 @dataclasses.dataclass

@@ -139,7 +139,7 @@ def test_streamed_text_equals_the_text_with_stop_strings_across_tokens(folder, c
         expected = records(capsys, *asked, *stops)[0]
         status, out, err = call(capsys, *asked, *stops)
         assert (status, err) == (0, "")
-        assert out.startswith(f"def f({expected['text']}\n\n{mode}: {len(expected['tokens'])} tokens")
+        assert out.partition("\n")[2].startswith(f"def f({expected['text']}\n\n{mode}: {len(expected['tokens'])} tokens")
         if stop in stops:
             assert expected["finish_reason"] == "stop" and stop not in expected["text"]
             assert expected["text"] == whole[: whole.index(stop)]
@@ -152,7 +152,7 @@ def test_compare_streams_all_modes_and_ends_with_a_table(folder, capsys):
     asked = flags(folder, "--prompt", "import os\ndef f(")
     status, out, err = call(capsys, *asked)
     by_mode = {record["mode"]: record for record in records(capsys, *asked)}
-    assert out.startswith("--- plain\nimport os\ndef f(") and out.count("import os\n") == 1
+    assert out.partition("\n")[2].startswith("--- plain\nimport os\ndef f(") and out.count("import os\n") == 1
     assert (status, err, "\x1b" in out) == (0, "", False)
     for mode in MODES:
         assert f"--- {mode}\n" in out and f"\ndef f({by_mode[mode]['text']}\n\n" in out

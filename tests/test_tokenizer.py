@@ -24,7 +24,7 @@ from checkpoint import find_checkpoint, load_checkpoint, load_tokenizer, save_ch
 from formats import describe
 from tokenizer import SPLITS, Inexpressible, Tokenizer, apply_chat, hugging_face_tokenizer, unreachable
 
-# ------------------------------------------------------------------------------------------------------ any tokenizer
+# ------------------------------------------------------------------------------------------------------- any tokenizer
 
 
 def test_any_text_and_any_ids_survive_the_round_trip():
@@ -62,7 +62,7 @@ def test_a_million_of_anything_takes_seconds():
     assert time.time() - began < 60
 
 
-# ------------------------------------------------------------------------------------------------- equal to the original
+# ----------------------------------------------------------------------------------------------- equal to the original
 
 CORPUS = [
     "def f(x):\n    return x  # 12345 and 3.14\n\n\n\tif x:\n\t\tpass\n", "a   1   22    333\n   4\r\n  5\t6 ", "12345678901234567890",
@@ -198,7 +198,7 @@ def test_smollm2_ids_equal_the_reference_and_the_original():
         assert ours.encode(f"a{letter} b") == ours.encode("a b")
 
 
-# ------------------------------------------------------------------------------------------------------------ what is refused
+# ----------------------------------------------------------------------------------------------------- what is refused
 
 
 def edit(change):
@@ -300,7 +300,7 @@ def test_what_is_saved_is_read_back_whole(trained, tmp_path):
     assert again.encode("e\u0301") == again.encode("é")
 
 
-# ------------------------------------------------------------------------------------------------------------------ chat
+# ---------------------------------------------------------------------------------------------------------------- chat
 
 TALK = [{"role": "user", "content": "Hi <b>"}]
 
