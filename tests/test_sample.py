@@ -139,7 +139,9 @@ def test_streamed_text_equals_the_text_with_stop_strings_across_tokens(folder, c
         expected = records(capsys, *asked, *stops)[0]
         status, out, err = call(capsys, *asked, *stops)
         assert (status, err) == (0, "")
-        assert out.partition("\n")[2].startswith(f"def f({expected['text']}\n\n{mode}: {len(expected['tokens'])} tokens")
+        assert out.partition("\n")[2].startswith(
+            f"def f({expected['text']}\n\n{mode}: {len(expected['tokens'])} tokens"
+        )
         if stop in stops:
             assert expected["finish_reason"] == "stop" and stop not in expected["text"]
             assert expected["text"] == whole[: whole.index(stop)]
