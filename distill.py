@@ -12,6 +12,8 @@ No corpus is needed, and the backbone runs once: training reads states, not text
 from __future__ import annotations
 
 import json
+import math
+import pickle
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -79,6 +81,8 @@ def own_prompts(tokenizer: Tokenizer, seed: int):
 def cut_prompts(stream: torch.Tensor, seed: int):
     """Endless prompts cut from a text (N,): 16 tokens and more."""
     rng = random.Random(f"{seed} prompts")
+    if len(stream) < 2:
+        raise ValueError(f"--data: {len(stream)} tokens are too few to cut prompts from")
     while True:
         n = rng.randrange(min(16, len(stream) // 2), min(LONGEST // 2, len(stream)))
         start = rng.randrange(len(stream) - n)
@@ -149,10 +153,12 @@ class RecordingStep(PlainStep):
 def record(target: GPT, prompts, layers, folder: Path, n_tokens: int, max_bytes: float, stop, seed: int) -> None:
     """The target decodes prompts until there are n_tokens positions, or max_bytes of states in folder/states.bin.
 
-    Groups of texts take turns at the temperatures, so that greedy and sampled text are both learnt.
+    Groups of texts take turns at the temperatures, so that greedy and sampled text are both learnt. The last group is kept whole.
     """
-    width = target.config.n_embd
-    n_tokens = min(n_tokens, int(max_bytes / (2 * width * len(layers))))
+    affordable = max_bytes / (2 * target.config.n_embd * len(layers))
+    if not affordable >= 1:
+        raise ValueError(f"--cache-gb is {max_bytes / 1e9:g}: it does not hold one position")
+    n_tokens = int(min(n_tokens, affordable))
     longest, rng = min(LONGEST, target.config.block_size), random.Random(f"{seed} lengths")
     tokens, texts, written, temperatures = [], [], [], []
     folder.mkdir(parents=True, exist_ok=True)
@@ -188,18 +194,20 @@ def record(target: GPT, prompts, layers, folder: Path, n_tokens: int, max_bytes:
 
 
 def open_recording(folder: Path, target: GPT, wanted: tuple[int, ...]) -> Recording:
-    """What record wrote; states stay on disk. ValueError where it is another model's, or lacks a layer that is wanted."""
-    tokens, texts, written, temperatures, layers, owner = torch.load(folder / "recording.pt", weights_only=True)
+    """What record wrote; states stay on disk. ValueError where it is broken, another model's, or of other layers than wanted."""
+    try:
+        tokens, texts, written, temperatures, layers, owner = torch.load(folder / "recording.pt", weights_only=True)
+        shape = len(tokens), len(layers), target.config.n_embd
+        states = torch.from_file(str(folder / "states.bin"), size=math.prod(shape), dtype=torch.bfloat16)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, KeyError):
+        raise ValueError(f"{folder}: truncated, or no recording; delete it to record anew") from None
     if owner != fingerprint_of(target):
         raise ValueError(f"{folder}: recorded from another model; give another --recording, or delete it")
     if layers != wanted:
         raise ValueError(
             f"{folder}: holds states behind layers {layers}, wanted are {wanted}; delete it to record anew"
         )
-    width = target.config.n_embd
-    size = len(tokens) * len(layers) * width
-    states = torch.from_file(str(folder / "states.bin"), size=size, dtype=torch.bfloat16)
-    return Recording(tokens, texts, written, temperatures, states.view(len(tokens), len(layers), width), tuple(layers))
+    return Recording(tokens, texts, written, temperatures, states.view(shape), layers)
 
 
 def frequent_tokens(tokens: torch.Tensor, n: int, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -307,9 +315,10 @@ def draft_head_losses(head: DraftHead, target: GPT, tokens, texts, written, stat
             teacher[:, step:][counts],
             best[:, step:][counts],
         )
-        kls.append(F.kl_div(guess, wanted, reduction="batchmean", log_target=True))
-        crosses.append(F.nll_loss(guess, token))
-        agreements.append((guess.argmax(-1) == token).float().mean())
+        n = max(len(token), 1)  # a window may be all prompt
+        kls.append(F.kl_div(guess, wanted, reduction="sum", log_target=True) / n)
+        crosses.append(F.nll_loss(guess, token, reduction="sum") / n)
+        agreements.append((guess.argmax(-1) == token).float().sum() / n)
     return kls + crosses + agreements
 
 
@@ -331,15 +340,18 @@ def new_draft_head(target: GPT, vocab, seed: int) -> DraftHead:
 
 def fit_platt(confidence: torch.Tensor, agrees: torch.Tensor) -> tuple[float, float]:
     """Slope and bias (Platt 1999): sigmoid(slope * logit(confidence) + bias) is the chance that agrees (N,) bool is true."""
-    x, y = kernels.logit(confidence.double()), agrees.double()
+    x = kernels.logit(confidence.double())
     slope, bias = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for _ in range(50):  # Newton's method, a little damped towards slope 1, bias 0: the data may separate
-        p = torch.sigmoid(slope * x + bias)
-        w = (p * (1 - p)).clamp(min=1e-9)
-        error = p - y
+        chance = torch.sigmoid(slope * x + bias)
+        weight = (chance * (1 - chance)).clamp(min=1e-9)
+        error = chance - agrees.double()
         gradient = torch.stack(((error * x).sum() + slope - 1, error.sum() + bias))
         hessian = torch.stack(
-            (torch.stack(((w * x * x).sum() + 1, (w * x).sum())), torch.stack(((w * x).sum(), w.sum() + 1)))
+            (
+                torch.stack(((weight * x * x).sum() + 1, (weight * x).sum())),
+                torch.stack(((weight * x).sum(), weight.sum() + 1)),
+            )
         )
         change = torch.linalg.solve(hessian, gradient)
         slope, bias = slope - change[0], bias - change[1]
@@ -349,11 +361,13 @@ def fit_platt(confidence: torch.Tensor, agrees: torch.Tensor) -> tuple[float, fl
 
 
 def auroc(score: torch.Tensor, label: torch.Tensor) -> float:
-    """Chance that a random true one of label (N,) bool scores above a random false one, ties half."""
+    """Chance that a random true one of label (N,) bool scores above a random false one, ties half; 0.5 where all are alike."""
     _, ranks, counts = score.double().unique(return_inverse=True, return_counts=True)
     middle = counts.cumsum(0) - (counts - 1) / 2
     n_true, n_false = int(label.sum()), int((~label).sum())
-    return float((middle[ranks][label].sum() - n_true * (n_true + 1) / 2) / max(n_true * n_false, 1))
+    if n_true * n_false == 0:
+        return 0.5
+    return float((middle[ranks][label].sum() - n_true * (n_true + 1) / 2) / (n_true * n_false))
 
 
 def calibration_error(confidence: torch.Tensor, agrees: torch.Tensor, n_bins: int = 15) -> float:
@@ -364,10 +378,12 @@ def calibration_error(confidence: torch.Tensor, agrees: torch.Tensor, n_bins: in
 
 
 def coverage(confidence: torch.Tensor, agrees: torch.Tensor, error: float) -> float:
-    """Largest share of the surest positions among which at most `error` disagree."""
-    wrong = (~agrees[confidence.argsort(descending=True)]).double().cumsum(0)
+    """Largest share of positions that a threshold lets out with at most `error` of them disagreeing: ties go out together."""
+    confidence, order = confidence.sort(descending=True)
+    wrong = (~agrees[order]).double().cumsum(0)
     n = torch.arange(1, len(wrong) + 1)
-    return float((n * (wrong <= error * n)).max() / len(wrong))
+    possible = (wrong <= error * n) & (confidence.diff(append=confidence.new_tensor([-1.0])) != 0)
+    return float((n * possible).max() / len(wrong))
 
 
 @torch.no_grad()
@@ -410,7 +426,7 @@ def judge(model: GPT, recording: Recording, tokenizer: Tokenizer, n_positions: i
     even, written = recording.texts[first:] % 2 == 0, recording.written[first:]
     sources = {"greedy": states[first:][written & greedy & ~even], "sampled": states[first:][written & ~greedy & ~even]}
     sources["foreign"] = foreign_states(model, tokenizer, recording.layers, n_positions)
-    sources = {name: x[:n_positions] for name, x in sources.items()}
+    sources = {name: x[:n_positions] for name, x in sources.items() if len(x)}  # few texts may all be greedy
     fitted = judge_exits(model, states[first:][written & even][:n_positions])
     scales = [fit_platt(fitted[e]["confidence"], fitted[e]["agrees"]) for e in model.config.exit_layers]
     figures = {str(layer): {} for layer in model.config.exit_layers}

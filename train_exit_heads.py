@@ -331,7 +331,7 @@ class TrainConfig:
         for name, value in STAGES.get(self.stage, {}).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        for name in ("steps", "batch_size", "block_size", "eval_every", "samples"):
+        for name in ("steps", "batch_size", "block_size", "eval_every", "samples", "tokens", "head_vocab", "unroll"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
         if not 256 < self.vocab_size:
@@ -653,13 +653,16 @@ def draft_task(config: TrainConfig) -> Task:
     return Task(model, losses, weights, batch, look, functools.partial(write_model, model, tokenizer), text_hash, model)
 
 
-def recorded(config: TrainConfig, layers) -> tuple[GPT, Tokenizer, distill.Recording, str]:
-    """The frozen target, and its recording with states behind `layers` and the last one: made where there is none yet."""
+def recorded(config: TrainConfig) -> tuple[GPT, Tokenizer, distill.Recording, str]:
+    """The frozen target, and its recording with states behind the exits and the last layer, made where there is none yet."""
     target, tokenizer = load_checkpoint(config.model, device=config.device, dtype="float32")
     if tokenizer is None:
         raise ValueError(f"--model {config.model}: it has no tokenizer that could read a prompt")
     target.requires_grad_(False)
-    layers, folder = (*layers(target), target.config.n_layer), Path(config.recording or f"{config.out}-recording")
+    exits = config.exit_layers or default_exits(target)
+    dataclasses.replace(target.config, exit_layers=exits)  # what a model cannot have is said before the long wait
+    layers, folder = (*exits, target.config.n_layer), Path(config.recording or f"{config.out}-recording")
+    config.block_size = min(config.block_size, target.config.block_size)
     rank, n_processes = processes()
     if rank == 0 and not (folder / "recording.pt").exists():
         if config.data or (BUNDLED / config.model).exists():  # the bundled models know code, and no conversation
@@ -695,11 +698,13 @@ def windows(config: TrainConfig, n_positions: int, step: int) -> list[slice]:
 def default_exits(target: GPT) -> tuple[int, ...]:
     """Four depths of the upper half: what can be said earlier is too seldom right to pay for the asking."""
     n = target.config.n_layer
-    return tuple(sorted({min(max(round(n * share), 1), n - 1) for share in (0.6, 0.73, 0.87, 0.93)} - {0, n}))
+    if n == 1:
+        raise ValueError("--model has one layer: there is nothing to exit from")
+    return tuple(sorted({min(max(round(n * share), 1), n - 1) for share in (0.6, 0.73, 0.87, 0.93)}))
 
 
 def exits_task(config: TrainConfig) -> Task:
-    target, tokenizer, recording, digest = recorded(config, lambda t: config.exit_layers or default_exits(t))
+    target, tokenizer, recording, digest = recorded(config)
     layers, vocab = recording.layers[:-1], distill.frequent_tokens(recording.tokens, config.head_vocab, tokenizer)
     target.set_exits(layers, vocab, ("exit", "draft") if config.adapters else ())
     for head in target.exits.values():  # new exits begin as the final head
@@ -726,17 +731,22 @@ def exits_task(config: TrainConfig) -> Task:
 
 
 def drafter_task(config: TrainConfig) -> Task:
-    target, tokenizer, recording, digest = recorded(config, lambda t: config.exit_layers or default_exits(t))
+    target, tokenizer, recording, digest = recorded(config)
     vocab = distill.frequent_tokens(recording.tokens, config.head_vocab, tokenizer)
     head = distill.new_draft_head(target, vocab, config.seed).to(target.device)
-    n_training, n = recording.held_out(), config.unroll
+    n_training, n, size = recording.held_out(), config.unroll, config.block_size
+    places = [slice(first, first + size) for first in range(n_training, len(recording.tokens) - size + 1, size)]
+    if not places:
+        raise ValueError(f"--tokens: {len(recording.tokens) - n_training} positions are held out, fewer than {size}")
+    if n >= size:
+        raise ValueError(f"--unroll is {n}: it must be below --block-size {size}")
     weights = {f"{kind}_{i}": share * 0.8**i for kind, share in
                (("kl", config.distill), ("loss", 1 - config.distill), ("agreement", 0.0)) for i in range(n)}  # fmt: skip
     losses = Losses(functools.partial(distill.draft_head_losses, n_steps=n), head, target)
 
-    def parts_at(places):
-        parts = [torch.stack([x[w] for w in places]) for x in (recording.tokens, recording.texts, recording.written)]
-        states = torch.stack([recording.states[w, -1] for w in places]).float()
+    def parts_at(windows):
+        parts = [torch.stack([x[w] for w in windows]) for x in (recording.tokens, recording.texts, recording.written)]
+        states = torch.stack([recording.states[w, -1] for w in windows]).float()
         return [x.to(target.device) for x in (*parts, states)]
 
     def batch(step):
@@ -744,11 +754,9 @@ def drafter_task(config: TrainConfig) -> Task:
 
     @torch.no_grad()
     def look():
-        size, figures = config.block_size, []
-        starts = range(n_training, len(recording.tokens) - size, size)
-        for first in starts[:: -(-len(starts) // 32)]:
-            with products(config, target.device):
-                figures.append(losses(*parts_at([slice(first, first + size)])))
+        looked_at = places[:: -(-len(places) // 32)]
+        with products(config, target.device):
+            figures = [losses(*parts_at(looked_at[i : i + 8])) for i in range(0, len(looked_at), 8)]
         return dict(zip(weights, torch.stack(figures).mean(0).tolist()))
 
     def write(folder, meta):

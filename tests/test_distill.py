@@ -60,6 +60,8 @@ def test_texts_that_share_a_window_do_not_see_each_other():
         parts.append((torch.tensor([text[1:]]), places, places >= 0, states))
     alone = [torch.stack(distill.draft_head_losses(head, model, *part, n_steps)) for part in parts]
     both = torch.stack(distill.draft_head_losses(head, model, *(torch.cat(x, 1) for x in zip(*parts)), n_steps))
+    nothing = distill.draft_head_losses(head, model, *parts[0][:2], parts[0][2] & False, parts[0][3], n_steps)
+    assert torch.stack(nothing).eq(0).all()  # all prompt: nothing to learn, and no NaN
     for i in range(len(both)):
         weights = [len(text) - 2 - i % n_steps for text in texts]
         mean = sum(w * x[i] for w, x in zip(weights, alone)) / sum(weights)
@@ -147,6 +149,10 @@ def test_a_recording_holds_the_states_of_a_forward(tmp_path):
         distill.open_recording(tmp_path, tiny_model(seed=5), (2, 4))
     with pytest.raises(ValueError, match="behind layers"):
         distill.open_recording(tmp_path, model, (1, 4))
+    for name in ("states.bin", "recording.pt"):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:100])
+        with pytest.raises(ValueError, match="truncated"):
+            distill.open_recording(tmp_path, model, (2, 4))
 
 
 def test_a_recording_keeps_within_its_budget(tmp_path):
@@ -187,8 +193,9 @@ def test_figures_of_confidence_by_hand():
     label = torch.tensor([True, True, False, True, False])
     score = torch.tensor([0.9, 0.8, 0.8, 0.4, 0.1])
     assert auroc(score, label) == pytest.approx((2 + 1.5 + 1) / 6)
-    assert auroc(label.double(), label) == 1.0
-    assert coverage(score, label, 0.0) == pytest.approx(0.4) or coverage(score, label, 0.0) == pytest.approx(0.2)
+    assert auroc(label.double(), label) == 1.0 and auroc(score, torch.ones_like(label)) == 0.5
+    assert coverage(score, label, 0.0) == pytest.approx(0.2)  # the second and the third tie: no threshold parts them
+    assert coverage(score.flip(0), label.flip(0), 0.0) == pytest.approx(0.2)
     assert coverage(score, label, 0.25) == pytest.approx(0.8)
     assert calibration_error(torch.tensor([0.95, 0.95, 0.05, 0.05]), torch.tensor([True, False, False, False])) == (
         pytest.approx((0.45 + 0.05) / 2)
