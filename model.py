@@ -43,9 +43,7 @@ class GPTConfig:
     exit_layers: tuple[int, ...] = ()  # how many layers ran before each exit, rising, each in 1 .. n_layer-1
     exit_vocab: tuple[int, ...] | None = None  # sorted ids that exit heads know; all when None
     exit_adapters: tuple[str, ...] = ()  # residual adapters of every exit head: "exit", "draft", both or none
-    exit_platt: dict | None = (
-        None  # kind of confidence -> (slope, bias) of each exit: what makes it the chance of agreeing
-    )
+    exit_platt: dict | None = None  # kind of confidence -> (slope, bias) of each exit, for the chance of agreeing
 
     def __post_init__(self):
         def need(ok: bool, name: str, what: str):
@@ -83,6 +81,11 @@ class GPTConfig:
             )
         self.exit_adapters = tuple(self.exit_adapters)
         need(set(self.exit_adapters) <= {"exit", "draft"}, "exit_adapters", "may hold 'exit' and 'draft'")
+        scales = dict(self.exit_platt or {}).values()
+        fit = all(
+            len(x) == len(self.exit_layers) and all(math.isfinite(a) and math.isfinite(b) for a, b in x) for x in scales
+        )
+        need(fit, "exit_platt", "must hold slope and bias of each exit")
 
 
 class KVCache:
@@ -314,7 +317,9 @@ class DraftHead(nn.Module):
     def __init__(self, config: GPTConfig, vocab: tuple[int, ...]):
         """config: the target's."""
         super().__init__()
-        self.config = replace(config, n_layer=1, exit_layers=(), exit_vocab=tuple(vocab), exit_adapters=())
+        self.config = replace(
+            config, n_layer=1, exit_layers=(), exit_vocab=tuple(vocab), exit_adapters=(), exit_platt=None
+        )
         self.token_norm, self.feature_norm, self.norm = Norm(config), Norm(config), Norm(config)
         self.fuse = Linear(2 * config.n_embd, config.n_embd, bias=False)
         self.block = Block(config)
@@ -387,6 +392,7 @@ class GPT(nn.Module):
         exits = nn.ModuleDict({str(layer): ExitHead(self.config) for layer in self.config.exit_layers})
         self.exits = exits.apply(self._init_weights).to(self.device, self.dtype)
         self.exit_vocab = None if vocab is None else torch.tensor(vocab, device=self.device)
+        self._pack_exit_output()
 
     def _init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -448,9 +454,8 @@ class GPT(nn.Module):
         """
         if self.device.type != "cpu" or self.dtype == torch.float64 or self.packed:
             return self
-        self.packed, vocab = True, self.exit_vocab
-        if vocab is not None:
-            self.packed_exit_output = self._packed(kernels.take_rows(self.output_weight, vocab))
+        self.packed = True
+        self._pack_exit_output()
         pack_modules(self, self.dtype)
         if self.output is None:
             self.packed_output = self._packed(self.token_embedding.weight)
@@ -470,6 +475,11 @@ class GPT(nn.Module):
                 tensors += [x for x in (weight.data, weight.scales) if x is not None]
         # oneDNN's tensors have no address; the others may be shared
         return sum({(id(t) if t.is_mkldnn else t.data_ptr()): t.numel() * t.element_size() for t in tensors}.values())
+
+    def _pack_exit_output(self) -> None:
+        known = self.packed and self.exit_vocab is not None
+        rows = kernels.take_rows(self.output_weight, self.exit_vocab) if known else None
+        self.packed_exit_output = self._packed(rows) if known else None
 
     def _packed(self, weight: kernels.Weight) -> kernels.Weight:
         return kernels.pack(weight, self.dtype, self.config.n_embd)

@@ -660,7 +660,11 @@ def recorded(config: TrainConfig) -> tuple[GPT, Tokenizer, distill.Recording, st
         raise ValueError(f"--model {config.model}: it has no tokenizer that could read a prompt")
     target.requires_grad_(False)
     exits = config.exit_layers or default_exits(target)
-    dataclasses.replace(target.config, exit_layers=exits)  # what a model cannot have is said before the long wait
+    if config.stage == "exits" and not exits:
+        raise ValueError(f"--model {config.model}: it has one layer, and nothing to exit from")
+    dataclasses.replace(
+        target.config, exit_layers=exits, exit_platt=None
+    )  # what a model cannot have is said before the long wait
     layers, folder = (*exits, target.config.n_layer), Path(config.recording or f"{config.out}-recording")
     config.block_size = min(config.block_size, target.config.block_size)
     rank, n_processes = processes()
@@ -698,9 +702,7 @@ def windows(config: TrainConfig, n_positions: int, step: int) -> list[slice]:
 def default_exits(target: GPT) -> tuple[int, ...]:
     """Four depths of the upper half: what can be said earlier is too seldom right to pay for the asking."""
     n = target.config.n_layer
-    if n == 1:
-        raise ValueError("--model has one layer: there is nothing to exit from")
-    return tuple(sorted({min(max(round(n * share), 1), n - 1) for share in (0.6, 0.73, 0.87, 0.93)}))
+    return tuple(sorted({min(max(round(n * share), 1), n - 1) for share in (0.6, 0.73, 0.87, 0.93)} - {0}))
 
 
 def exits_task(config: TrainConfig) -> Task:
@@ -735,8 +737,8 @@ def drafter_task(config: TrainConfig) -> Task:
     vocab = distill.frequent_tokens(recording.tokens, config.head_vocab, tokenizer)
     head = distill.new_draft_head(target, vocab, config.seed).to(target.device)
     n_training, n, size = recording.held_out(), config.unroll, config.block_size
-    places = [slice(first, first + size) for first in range(n_training, len(recording.tokens) - size + 1, size)]
-    if not places:
+    held_out = [slice(first, first + size) for first in range(n_training, len(recording.tokens) - size + 1, size)]
+    if not held_out:
         raise ValueError(f"--tokens: {len(recording.tokens) - n_training} positions are held out, fewer than {size}")
     if n >= size:
         raise ValueError(f"--unroll is {n}: it must be below --block-size {size}")
@@ -744,9 +746,9 @@ def drafter_task(config: TrainConfig) -> Task:
                (("kl", config.distill), ("loss", 1 - config.distill), ("agreement", 0.0)) for i in range(n)}  # fmt: skip
     losses = Losses(functools.partial(distill.draft_head_losses, n_steps=n), head, target)
 
-    def parts_at(windows):
-        parts = [torch.stack([x[w] for w in windows]) for x in (recording.tokens, recording.texts, recording.written)]
-        states = torch.stack([recording.states[w, -1] for w in windows]).float()
+    def parts_at(places):
+        parts = [torch.stack([x[w] for w in places]) for x in (recording.tokens, recording.texts, recording.written)]
+        states = torch.stack([recording.states[w, -1] for w in places]).float()
         return [x.to(target.device) for x in (*parts, states)]
 
     def batch(step):
@@ -754,7 +756,7 @@ def drafter_task(config: TrainConfig) -> Task:
 
     @torch.no_grad()
     def look():
-        looked_at = places[:: -(-len(places) // 32)]
+        looked_at = held_out[:: -(-len(held_out) // 32)]
         with products(config, target.device):
             figures = [losses(*parts_at(looked_at[i : i + 8])) for i in range(0, len(looked_at), 8)]
         return dict(zip(weights, torch.stack(figures).mean(0).tolist()))

@@ -19,11 +19,15 @@ import checkpoint
 import formats
 import kernels
 from checkpoint import (
+    BUNDLED,
     Planned,
     Tokenizer,
     check_fit,
+    find_checkpoint,
+    find_heads,
     flag,
     free_memory,
+    is_draft_head,
     load_checkpoint,
     load_heads,
     memory_plan,
@@ -800,6 +804,20 @@ def test_heads_fit_their_own_backbone_in_any_dtype_and_no_other(tmp_path):
         assert other.config == before
 
 
+def test_a_path_is_no_bundled_name():
+    """ "./smollm2-exits" is a folder of yours, as "./stdlib" is for models; heads are not offered as models."""
+    assert find_heads("smollm2-exits").parent == find_heads("smollm2-draft").parent == BUNDLED
+    assert find_heads("./smollm2-exits") == Path("smollm2-exits") and is_draft_head("smollm2-draft")
+    assert not is_draft_head("./smollm2-draft")
+    with pytest.raises(ValueError, match=r"\(bundled: stdlib, stdlib-draft;"):
+        find_checkpoint("nosuch")
+
+
+def test_a_llama_that_names_no_epsilon_has_that_of_transformers(tmp_path):
+    hugging_face_folder(tmp_path, "llama", rms_norm_eps=None)
+    assert read_config(tmp_path).norm_eps == 1e-6
+
+
 BROKEN_HEADS = {
     "no folder": (lambda f: f.rename(f.with_name("gone")), ["config.json", "no such file"]),
     "another format": (lambda f: edit_json(f / "config.json", lambda c: c.update(format="nanospec")), ["nanospec-heads"]),
@@ -807,6 +825,8 @@ BROKEN_HEADS = {
     "layers beyond": (lambda f: edit_json(f / "config.json", lambda c: c.update(exit_layers=[9])), ["exit_layers"]),
     "layers of a wrong kind": (lambda f: edit_json(f / "config.json", lambda c: c.update(exit_layers=3)), ["config.json"]),
     "tokens beyond": (lambda f: edit_json(f / "config.json", lambda c: c.update(exit_vocab=[10**6])), ["exit_vocab"]),
+    "scales of fewer exits": (lambda f: edit_json(f / "config.json", lambda c: c.update(exit_platt={"margin": [[1, 0]]})), ["exit_platt"]),
+    "scales of a wrong kind": (lambda f: edit_json(f / "config.json", lambda c: c.update(exit_platt=[1, 2])), ["config.json"]),
     "truncated": (lambda f: (f / "heads.safetensors").write_bytes((f / "heads.safetensors").read_bytes()[:-9]), ["truncated"]),
     "html": (lambda f: (f / "heads.safetensors").write_bytes(HTML), ["heads.safetensors"]),
     "a tensor missing": (lambda f: edit_tensors(f / "heads.safetensors", drop("3.norm.weight")), ["3.norm.weight", "missing"]),

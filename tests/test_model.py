@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -458,3 +459,16 @@ def test_a_packed_model_says_what_it_said(kind):
         assert all(torch.equal(*pair) for pair in zip(say(model), loose))
     if dtype == torch.float32:  # else norms and scales were rounded
         assert all(torch.allclose(*pair, rtol=0, atol=1e-4, equal_nan=True) for pair in zip(say(model.double()), truth))
+
+
+@torch.no_grad()
+def test_new_exits_of_a_packed_model_know_their_own_tokens():
+    torch.manual_seed(0)
+    config = GPTConfig("llama", 256, 16, 3, 4, 64, n_hidden=96, exit_layers=(1,), exit_vocab=tuple(range(64)))
+    for model in (GPT(config).bfloat16().pack(), GPT(replace(config, exit_vocab=None)).bfloat16().pack()):
+        x = torch.randn(2, 64).bfloat16()
+        model.set_exits((2,), tuple(range(128, 192)))
+        assert torch.allclose(model.logits(x, 2)[:, 128:192], model.logits(x)[:, 128:192], atol=1e-2)
+        assert (model.exit_confidence(x, 2)[0] >= 128).all()
+        model.set_exits((2,))
+        assert torch.allclose(model.logits(x, 2), model.logits(x), atol=1e-2)
