@@ -107,6 +107,8 @@ class BenchConfig:
             strange = [value for value in getattr(self, name) if value not in known]
             if strange:
                 raise ValueError(f"--{name} holds {strange[0]!r}: choose {', '.join(known)}")
+        if self.peers and self.temperature > 0:
+            raise ValueError(f"--temperature is {self.temperature}: --peers are compared at 0 only")
         SamplingParams(temperature=self.temperature, seed=self.seed)
         check_thresholds(self.exit_threshold, self.exit_threshold)
         if min(self.draft_len, default=0) < 0:
@@ -139,16 +141,18 @@ class Mode(NamedTuple):
 
 
 def load_variant(config: BenchConfig, variant: str) -> tuple[GPT, Tokenizer]:
-    """The target in a dtype, or quantised under bfloat16 activations, with the exit heads that are bundled for it, packed."""
+    """The target in a dtype, or quantised under bfloat16 activations, with the exit heads that are bundled for it."""
     quantize = variant if variant in QUANTISED else None
     model, tokenizer = load_checkpoint(config.model, config.device, "bfloat16" if quantize else variant, quantize)
+    if tokenizer is None:
+        raise ValueError(f"--model {config.model}: it has no tokenizer to read text with")
     heads = None if model.config.exit_layers else bundled_heads(model, EXIT_HEADS)
     if heads:
         load_heads(model, find_heads(heads))
     return model, tokenizer
 
 
-def load_drafter(config: BenchConfig, variant: str, model: GPT, tokenizer: Tokenizer | None):
+def load_drafter(config: BenchConfig, variant: str, model: GPT, tokenizer: Tokenizer):
     """What --draft names, or what is bundled for the model; None where there is nothing."""
     bundled = "stdlib-draft" if config.model == "stdlib" else bundled_heads(model, DRAFT_HEAD)
     name = bundled if config.draft is None else config.draft
@@ -199,7 +203,6 @@ def modes_of(config: BenchConfig, model: GPT, drafter, variant: str = "") -> dic
 def foreign(tokens: list[int], began: float, first: float, ended: float) -> Generation:
     """What another library decoded, with the clock readings at its start, at its first token and at its end."""
     out = Generation(tokens=tokens)
-    out.stats.tokens = out.stats.target_passes = len(tokens)
     out.stats.prefill_seconds, out.stats.seconds = first - began, ended - began
     return out
 
@@ -213,8 +216,12 @@ def transformers_modes(model: GPT, config: BenchConfig) -> dict[str, Mode]:
             "--peers transformers: pip install --no-deps transformers regex pyyaml packaging requests"
         ) from None
     shape = model.config
-    if shape.arch != "llama" or shape.rope_scaling or not shape.tie_weights:
-        raise ValueError("--peers transformers: only Llama-style models with tied weights and plain rotary embeddings")
+    if shape.arch != "llama" or shape.rope_scaling or not shape.tie_weights or shape.qkv_bias:
+        raise ValueError(
+            "--peers transformers: only Llama models with tied weights, no biases and plain rotary embeddings"
+        )
+    if config.variants[0] in QUANTISED:
+        raise ValueError(f"--peers transformers: it gets no {config.variants[0]}; name a dtype first in --variants")
     theirs = transformers.LlamaConfig(
         vocab_size=shape.vocab_size, hidden_size=shape.n_embd, intermediate_size=shape.n_hidden,
         num_hidden_layers=shape.n_layer, num_attention_heads=shape.n_head, num_key_value_heads=shape.n_kv_head,
@@ -249,9 +256,10 @@ def transformers_modes(model: GPT, config: BenchConfig) -> dict[str, Mode]:
 
     def decode(ids, sampling):
         del clock[:]
+        inputs = torch.tensor([ids], device=model.device)
         began = time.perf_counter()
         tokens = peer.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.int64), do_sample=False, use_cache=True,
+            inputs, attention_mask=torch.ones_like(inputs), do_sample=False, use_cache=True,
             min_new_tokens=sampling.max_new_tokens, max_new_tokens=sampling.max_new_tokens, pad_token_id=0,
         )[0, len(ids) :].tolist()  # fmt: skip
         return foreign(tokens, began, clock[0], time.perf_counter())
@@ -338,6 +346,10 @@ def summary(name: str, runs, plain_runs, seconds: list[float], plain_seconds: li
     stats = [run.stats for run in runs]
     n_tokens = sum(len(run.tokens) for run in runs)
     n_accepted, n_judged = sum(s.accepted for s in stats), sum(s.accepted + s.corrected for s in stats)
+    n_passes, n_layers = (
+        sum(s.target_passes for s in stats),
+        sum(s.layer_passes for s in stats),
+    )  # 0: a peer does not tell
     pairs = list(zip(runs, plain_runs))
     n_equal = sum(x == y for run, plain in pairs for x, y in zip(run.tokens, plain.tokens))
     return {
@@ -345,9 +357,9 @@ def summary(name: str, runs, plain_runs, seconds: list[float], plain_seconds: li
         "tokens_per_second": 1 / statistics.median(seconds),
         "ratio_to_plain": statistics.median(ratios),
         "ratio_quartiles": [ratios[len(ratios) // 4], ratios[len(ratios) * 3 // 4]],
-        "tokens_per_target_pass": n_tokens / sum(s.target_passes for s in stats),
+        "tokens_per_target_pass": n_tokens / n_passes if n_passes else None,
         "alpha": n_accepted / n_judged if n_judged else None,
-        "mean_layers": sum(s.layer_passes for s in stats) / n_tokens,
+        "mean_layers": n_layers / n_tokens if n_layers else None,
         "exited": sum(s.exited for s in stats) / n_tokens,
         "equal": n_equal / sum(max(len(run.tokens), len(plain.tokens)) for run, plain in pairs),
         "texts_equal": sum(run.tokens == plain.tokens for run, plain in pairs),
@@ -368,7 +380,7 @@ def table(rows: list[dict]) -> str:
         quartiles = "-".join(f"{ratio:.2f}" for ratio in row["ratio_quartiles"])
         lines.append(
             f"{row['mode']:{width}}{row['tokens_per_second']:8.1f}{row['ratio_to_plain']:9.2f}x{quartiles:>13}"
-            f"{row['tokens_per_target_pass']:13.2f}{cell(row['alpha'], '.2f'):>7}{row['mean_layers']:8.1f}"
+            f"{cell(row['tokens_per_target_pass'], '.2f'):>13}{cell(row['alpha'], '.2f'):>7}{cell(row['mean_layers'], '.1f'):>8}"
             f"{cell(row['agreement'], '.1%'):>11}{row['equal']:11.1%}"
         )
     return "\n".join(lines)
@@ -399,14 +411,14 @@ def quality_table(rows: list[dict]) -> str:
 
 def read_prompts(source: str) -> list[str | dict]:
     """A JSON list of texts and {"user": message} in a file, or under keys of it: FILE:KEY,KEY."""
-    name, _, key = source.rpartition(":") if not Path(source).exists() else (source, "", "")
-    file = Path(name)
+    name, _, keys = (source, "", "") if Path(source).exists() or ":" not in source else source.rpartition(":")
     try:
-        texts = json.loads(file.read_text(encoding="utf-8"))
+        texts = json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--prompts: {source}: {str(error).splitlines()[0]}") from None
-    if key and isinstance(texts, dict):
-        texts = [text for part in key.split(",") for text in texts.get(part, [None])]
+    if keys:  # a key that is not there, or holds no list, leaves None
+        lists = [texts.get(key) if isinstance(texts, dict) else None for key in keys.split(",")]
+        texts = [text for part in lists for text in (part if isinstance(part, list) else [None])]
     sound = isinstance(texts, list) and texts
     if not sound or not all(isinstance(x.get("user") if isinstance(x, dict) else x or None, str) for x in texts):
         raise ValueError(f'--prompts: {source} must hold a JSON list of texts, or of messages {{"user": text}}')
@@ -416,19 +428,17 @@ def read_prompts(source: str) -> list[str | dict]:
 def speed(config: BenchConfig) -> list[dict]:
     """A row per mode of every variant, and per peer."""
     texts = read_prompts(config.prompts or str(BUNDLED / "stdlib" / "prompts.json"))
-    modes = {}
+    modes, peers = {}, {}
     for variant in config.variants:
         model, tokenizer = load_variant(config, variant)
-        if tokenizer is None:
-            raise ValueError(f"--model {config.model}: it has no tokenizer to read the prompts with")
         if not set(config.exit_layer) <= set(model.config.exit_layers):
             raise ValueError(f"--exit-layer is {config.exit_layer}: the exits are {model.config.exit_layers}")
         if variant == config.variants[0]:
             for peer in config.peers:
-                modes |= PEERS[peer](model, config)
+                peers |= PEERS[peer](model, config)
         drafter = load_drafter(config, variant, model.pack(), tokenizer)
-        own = modes_of(config, model, drafter, variant if len(config.variants) > 1 else "")
-        modes = modes | own if modes.keys() & own.keys() or variant != config.variants[0] else own | modes
+        modes |= modes_of(config, model, drafter, variant if len(config.variants) > 1 else "")
+    modes |= peers
     first = next(iter(modes))
     wanted = config.only or ("",)
     modes = {name: mode for name, mode in modes.items() if name == first or any(part in name for part in wanted)}

@@ -18,6 +18,8 @@ def folder(tmp_path_factory):
     save_checkpoint(folder / "target", target, tokenizer)
     save_checkpoint(folder / "drafter", weaker(target), tokenizer)
     save_checkpoint(folder / "stranger", target, Tokenizer({bytes([255 - i]): i for i in range(256)}, r"[\s\S]"))
+    save_checkpoint(folder / "mute", target)
+    (folder / "keys.json").write_text(json.dumps({"texts": ["a", {"user": "b"}], "more": ["c"], "text": "abc"}))
     (folder / "prompts.json").write_text(json.dumps(["def f(x):", "import"]))
     return folder
 
@@ -97,11 +99,44 @@ def test_ctrl_c_gives_no_result(folder, capsys, monkeypatch, tmp_path):
         ["--out", "/nosuch/result.json"],
         ["--device", "mps"],
         ["--draft", "stranger"],
+        ["--prompts", "prompts.json:nosuch"],
+        ["--prompts", "keys.json:nosuch"],
+        ["--prompts", "keys.json:text"],
+        ["--prompts", "keys.json"],
+        ["--variants", "int3"],
+        ["--peers", "transformers", "--temperature", "1"],
+        ["--what", "quality", "--model", "mute"],
     ],
     ids=" ".join,
 )
 def test_errors_are_one_line_and_status_2(folder, capsys, more):
-    more = [folder / part if part == "stranger" else part for part in more]
+    more = [folder / part if (folder / part.partition(":")[0]).exists() else part for part in more]
     status, out, err = call(folder, capsys, *more)
     errors = [line for line in err.splitlines() if line.startswith("bench.py: ")]
     assert status == 2 and out == "" and len(errors) == 1 and "Traceback" not in err
+
+
+def test_prompts_may_be_lists_of_a_file(folder):
+    assert bench.read_prompts(f"{folder / 'keys.json'}:texts,more") == ["a", {"user": "b"}, "c"]
+    with pytest.raises(ValueError, match="nosuch.json.*No such file"):
+        bench.read_prompts("nosuch.json")
+
+
+def test_a_peer_says_nothing_of_passes_and_layers(folder, capsys, monkeypatch):
+    """What another library does inside is not known; its row stands behind ours, its speed is paired like theirs."""
+
+    def peer(model, config):
+        def decode(ids, sampling):
+            out = bench.generate(model, [ids], sampling)[0]
+            return bench.foreign(out.tokens, 0.0, 1.0, 3.0)
+
+        return {"peer": bench.Mode(decode)}
+
+    monkeypatch.setitem(bench.PEERS, "transformers", peer)
+    status, out, _ = call(
+        folder, capsys, "--peers", "transformers", "--variants", "float32,int8", "--only", "plain,peer"
+    )
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert status == 0 and [row["mode"] for row in rows] == ["float32 plain", "int8 plain", "peer"]
+    assert rows[2]["tokens_per_target_pass"] is rows[2]["mean_layers"] is rows[2]["alpha"] is None
+    assert rows[2]["equal"] == 1.0 and rows[2]["tokens_per_second"] == 6.0
