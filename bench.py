@@ -199,7 +199,7 @@ def modes_of(config: BenchConfig, model: GPT, drafter, variant: str = "") -> dic
 def foreign(tokens: list[int], began: float, first: float, ended: float) -> Generation:
     """What another library decoded, with the clock readings at its start, at its first token and at its end."""
     out = Generation(tokens=tokens)
-    out.stats.tokens = out.stats.target_passes = len(tokens)
+    out.stats.plain = len(tokens)
     out.stats.prefill_seconds, out.stats.seconds = first - began, ended - began
     return out
 
@@ -338,6 +338,7 @@ def summary(name: str, runs, plain_runs, seconds: list[float], plain_seconds: li
     stats = [run.stats for run in runs]
     n_tokens = sum(len(run.tokens) for run in runs)
     n_accepted, n_judged = sum(s.accepted for s in stats), sum(s.accepted + s.corrected for s in stats)
+    n_passes = sum(s.target_passes for s in stats)  # 0 of a peer, which does not tell
     pairs = list(zip(runs, plain_runs))
     n_equal = sum(x == y for run, plain in pairs for x, y in zip(run.tokens, plain.tokens))
     return {
@@ -345,9 +346,9 @@ def summary(name: str, runs, plain_runs, seconds: list[float], plain_seconds: li
         "tokens_per_second": 1 / statistics.median(seconds),
         "ratio_to_plain": statistics.median(ratios),
         "ratio_quartiles": [ratios[len(ratios) // 4], ratios[len(ratios) * 3 // 4]],
-        "tokens_per_target_pass": n_tokens / sum(s.target_passes for s in stats),
+        "tokens_per_target_pass": n_tokens / n_passes if n_passes else None,
         "alpha": n_accepted / n_judged if n_judged else None,
-        "mean_layers": sum(s.layer_passes for s in stats) / n_tokens,
+        "mean_layers": sum(s.layer_passes for s in stats) / n_tokens if n_passes else None,
         "exited": sum(s.exited for s in stats) / n_tokens,
         "equal": n_equal / sum(max(len(run.tokens), len(plain.tokens)) for run, plain in pairs),
         "texts_equal": sum(run.tokens == plain.tokens for run, plain in pairs),
@@ -368,7 +369,7 @@ def table(rows: list[dict]) -> str:
         quartiles = "-".join(f"{ratio:.2f}" for ratio in row["ratio_quartiles"])
         lines.append(
             f"{row['mode']:{width}}{row['tokens_per_second']:8.1f}{row['ratio_to_plain']:9.2f}x{quartiles:>13}"
-            f"{row['tokens_per_target_pass']:13.2f}{cell(row['alpha'], '.2f'):>7}{row['mean_layers']:8.1f}"
+            f"{cell(row['tokens_per_target_pass'], '.2f'):>13}{cell(row['alpha'], '.2f'):>7}{cell(row['mean_layers'], '.1f'):>8}"
             f"{cell(row['agreement'], '.1%'):>11}{row['equal']:11.1%}"
         )
     return "\n".join(lines)
