@@ -64,7 +64,7 @@ class BenchConfig:
     what: str = flag(
         "speed", "speed, or quality: perplexity and agreement of the variants on held-out text", ("speed", "quality")
     )
-    peers: tuple[str, ...] = flag((), "transformers and llama.cpp, where they are installed: the same weights, their own loops",
+    peers: tuple[str, ...] = flag((), "transformers and llama.cpp, where they are installed: the same weights, their own loops; floor: memory alone",
                                   parse=listed(str))  # fmt: skip
     prompts: str = flag(
         "", "a JSON list of texts and {user: message}, or FILE:KEY or FILE:KEY,KEY; the bundled model's own when empty"
@@ -293,7 +293,19 @@ def llama_cpp_modes(model: GPT, config: BenchConfig) -> dict[str, Mode]:
     return {name: mode(None), f"{name}, lookup": mode(LlamaPromptLookupDecoding(num_pred_tokens=4))}
 
 
-PEERS = {"transformers": transformers_modes, "llama.cpp": llama_cpp_modes}
+def floor_modes(model: GPT, config: BenchConfig) -> dict[str, Mode]:
+    """No decoder: memory of the size of the weights, read once a token. Nothing that reads them all can be faster."""
+    words = torch.ones(model.weight_bytes() // 8, dtype=torch.int64, device=model.device)
+
+    def decode(ids, sampling):
+        began = time.perf_counter()
+        tokens = [int(words.sum() < 0) for _ in range(sampling.max_new_tokens)]
+        return foreign(tokens, began, began, time.perf_counter())
+
+    return {"floor: weights read once a token": Mode(decode)}
+
+
+PEERS = {"transformers": transformers_modes, "llama.cpp": llama_cpp_modes, "floor": floor_modes}
 
 
 # --------------------------------------------------------------------------------------------------- measurement
