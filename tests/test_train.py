@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import os
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 import train_exit_heads
-from checkpoint import Tokenizer, load_checkpoint, save_checkpoint
+from checkpoint import Tokenizer, load_checkpoint, load_heads, save_checkpoint
+from decode import SamplingParams, generate
+from speculative import HeadDrafter, speculative_generate
 from train_exit_heads import (
     TrainConfig,
     answers,
@@ -158,22 +161,56 @@ def test_the_drafter_comes_nearer_to_its_target(text, target, tmp_path):
     assert len(corpus) == 3
 
 
-def test_training_exits_changes_nothing_but_exits_and_adapters_begin_as_nothing(text, target, tmp_path):
-    flags = ["--stage", "exits", "--data", text, "--model", target, "--adapters", "--samples", 16, "--batch-size", 4]
-    flags += ["--block-size", 32, "--warmup", 1, "--eval-every", 100, "--out", tmp_path]
+HEADS = [
+    "--block-size",
+    32,
+    "--batch-size",
+    4,
+    "--warmup",
+    1,
+    "--eval-every",
+    100,
+    "--tokens",
+    2000,
+    "--head-vocab",
+    200,
+]
+
+
+def test_exit_heads_begin_as_the_final_head_and_learn_beside_a_frozen_target(text, target, tmp_path):
+    """Both stages read one recording; nothing but heads is written, and they fit the target in any dtype."""
+    flags = ["--stage", "exits", "--data", text, "--model", target, "--exit-layers", "1,2", *HEADS]
+    flags += ["--recording", tmp_path / "recording", "--out", tmp_path / "heads"]
     assert main([*map(str, flags), "--steps", "1", "--lr", "0"]) == 0
-    tokens = torch.arange(20)[None]
-    old, _ = load_checkpoint(target)
-    new, _ = load_checkpoint(tmp_path)
-    x = old.embed(tokens, torch.arange(20)[None])
-    for layer in (1, 2):
-        for adapter in ("exit", "draft"):
-            assert torch.allclose(old.logits(x, layer), new.logits(x, layer, adapter), atol=0.05)  # normed twice
-    assert main([*map(str, flags), "--steps", "20", "--lr", "0.01"]) == 0
-    new = load_checkpoint(tmp_path)[0].state_dict()
-    for name, tensor in old.state_dict().items():
-        assert torch.equal(tensor, new[name]) == (not name.startswith("exits.")), name
-    assert all(new[f"exits.{e}.adapters.{name}.weight"].abs().max() > 0 for e in (1, 2) for name in ("exit", "draft"))
+    model, _ = load_checkpoint(target)
+    meta = load_heads(model, tmp_path / "heads")
+    x, vocab = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)), model.exit_vocab
+    assert len(vocab) == 200 and set(meta["figures"]["2"]) >= {"sampled", "foreign"}
+    for layer, adapter in itertools.product((1, 2), ("exit", "draft")):
+        logits = model.logits(x, layer, adapter)
+        assert torch.allclose(logits[:, vocab], model.logits(x)[:, vocab], atol=0.02)
+    made = (tmp_path / "recording" / "recording.pt").stat().st_mtime_ns
+    assert main([*map(str, flags), "--steps", "60", "--lr", "0.01"]) == 0
+    assert (tmp_path / "recording" / "recording.pt").stat().st_mtime_ns == made
+    rows = [json.loads(line) for line in (tmp_path / "heads" / "log.jsonl").read_text().splitlines()]
+    assert all(rows[-1][f"{name}_{layer}"] < rows[0][f"{name}_{layer}"] for name in ("kl", "loss") for layer in (1, 2))
+    model = load_checkpoint(target, dtype="bfloat16")[0]
+    load_heads(model, tmp_path / "heads")
+    assert all(
+        head.adapters[name].weight.abs().max() > 0 for head in model.exits.values() for name in ("exit", "draft")
+    )
+    assert len(model.config.exit_platt["max_prob"]) == 2
+
+    flags[1], flags[-1] = "drafter", tmp_path / "drafter"
+    assert main([*map(str, flags), "--steps", "60", "--lr", "0.01"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "drafter" / "log.jsonl").read_text().splitlines()]
+    assert rows[-1]["kl_0"] < rows[0]["kl_0"] and rows[-1]["kl_2"] < rows[0]["kl_2"]
+    model, sampling = load_checkpoint(target, dtype="float64")[0], SamplingParams(20, temperature=0)
+    drafter = HeadDrafter(model, tmp_path / "drafter", quantize="int8")
+    outs = speculative_generate(model, drafter, [[5, 6, 7]], sampling)
+    assert outs[0].tokens == generate(model, [[5, 6, 7]], sampling)[0].tokens and outs[0].stats.drafted > 0
+    flags[-3] = tmp_path / "elsewhere"
+    assert main([*map(str, flags), "--model", "stdlib", "--recording", str(tmp_path / "recording")]) == 2
 
 
 def test_a_run_that_diverges_stops_and_says_so(text, tmp_path, capsys):
