@@ -64,7 +64,7 @@ class BenchConfig:
     what: str = flag(
         "speed", "speed, or quality: perplexity and agreement of the variants on held-out text", ("speed", "quality")
     )
-    peers: tuple[str, ...] = flag((), "transformers and llama.cpp, where they are installed: the same weights, their own loops",
+    peers: tuple[str, ...] = flag((), "transformers and llama.cpp, where they are installed: the same weights, their own loops; floor: memory alone",
                                   parse=listed(str))  # fmt: skip
     prompts: str = flag(
         "", "a JSON list of texts and {user: message}, or FILE:KEY or FILE:KEY,KEY; the bundled model's own when empty"
@@ -203,6 +203,7 @@ def modes_of(config: BenchConfig, model: GPT, drafter, variant: str = "") -> dic
 def foreign(tokens: list[int], began: float, first: float, ended: float) -> Generation:
     """What another library decoded, with the clock readings at its start, at its first token and at its end."""
     out = Generation(tokens=tokens)
+    out.stats.plain = len(tokens)
     out.stats.prefill_seconds, out.stats.seconds = first - began, ended - began
     return out
 
@@ -301,7 +302,19 @@ def llama_cpp_modes(model: GPT, config: BenchConfig) -> dict[str, Mode]:
     return {name: mode(None), f"{name}, lookup": mode(LlamaPromptLookupDecoding(num_pred_tokens=4))}
 
 
-PEERS = {"transformers": transformers_modes, "llama.cpp": llama_cpp_modes}
+def floor_modes(model: GPT, config: BenchConfig) -> dict[str, Mode]:
+    """No decoder: memory of the size of the weights, read once a token. Nothing that reads them all can be faster."""
+    words = torch.ones(model.weight_bytes() // 8, dtype=torch.int64, device=model.device)
+
+    def decode(ids, sampling):
+        began = time.perf_counter()
+        tokens = [int(words.sum() < 0) for _ in range(sampling.max_new_tokens)]
+        return foreign(tokens, began, began, time.perf_counter())
+
+    return {"floor: weights read once a token": Mode(decode)}
+
+
+PEERS = {"transformers": transformers_modes, "llama.cpp": llama_cpp_modes, "floor": floor_modes}
 
 
 # --------------------------------------------------------------------------------------------------- measurement
@@ -346,10 +359,7 @@ def summary(name: str, runs, plain_runs, seconds: list[float], plain_seconds: li
     stats = [run.stats for run in runs]
     n_tokens = sum(len(run.tokens) for run in runs)
     n_accepted, n_judged = sum(s.accepted for s in stats), sum(s.accepted + s.corrected for s in stats)
-    n_passes, n_layers = (
-        sum(s.target_passes for s in stats),
-        sum(s.layer_passes for s in stats),
-    )  # 0: a peer does not tell
+    n_passes = sum(s.target_passes for s in stats)  # 0 of a peer, which does not tell
     pairs = list(zip(runs, plain_runs))
     n_equal = sum(x == y for run, plain in pairs for x, y in zip(run.tokens, plain.tokens))
     return {
@@ -359,7 +369,7 @@ def summary(name: str, runs, plain_runs, seconds: list[float], plain_seconds: li
         "ratio_quartiles": [ratios[len(ratios) // 4], ratios[len(ratios) * 3 // 4]],
         "tokens_per_target_pass": n_tokens / n_passes if n_passes else None,
         "alpha": n_accepted / n_judged if n_judged else None,
-        "mean_layers": n_layers / n_tokens if n_layers else None,
+        "mean_layers": sum(s.layer_passes for s in stats) / n_tokens if n_passes else None,
         "exited": sum(s.exited for s in stats) / n_tokens,
         "equal": n_equal / sum(max(len(run.tokens), len(plain.tokens)) for run, plain in pairs),
         "texts_equal": sum(run.tokens == plain.tokens for run, plain in pairs),

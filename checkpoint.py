@@ -513,7 +513,7 @@ def parse_flags(cls, argv=None, prog=None, description=None, epilog=None):
             continue
         shown = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
         default, action = field.default, "store"
-        if types[field.name] == tuple[str, ...] and field.metadata["parse"] is str:  # may be given several times
+        if field.metadata["parse"] is str and types[field.name] == tuple[str, ...]:  # may be given several times
             default, action = list(default), "append"
         parser.add_argument(name, type=field.metadata["parse"] or types[field.name], default=default, action=action,
                             choices=field.metadata["choices"], metavar=None if field.metadata["choices"] else "X",

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import kernels
 from checkpoint import fingerprint_of, write_atomically
-from decode import Batch, Block, PlainStep, SamplingParams, pack, run_loop
+from decode import Batch, Block, PlainStep, SamplingParams, heed, pack, run_loop
 from model import GPT, DraftHead
 from tokenizer import Tokenizer, apply_chat
 
@@ -34,6 +34,7 @@ PROMPTS = Path(__file__).resolve().parent / "prompts" / "train.json"
 KINDS = {"chat": 0.35, "chat_code": 0.13, "chat_math": 0.04, "rewrite": 0.1, "prose": 0.13, "code": 0.1, "self": 0.15}
 TEMPERATURES = {0.0: 0.45, 0.7: 0.25, 1.0: 0.3}
 TOP_K = 64  # of sampled texts: noise for so few tokens costs little, and the rest would lead astray
+TEXTS = 128  # decoded together
 LONGEST = 320  # tokens of a text, prompt included
 
 
@@ -153,7 +154,7 @@ class RecordingStep(PlainStep):
 def record(target: GPT, prompts, layers, folder: Path, n_tokens: int, max_bytes: float, stop, seed: int) -> None:
     """The target decodes prompts until there are n_tokens positions, or max_bytes of states in folder/states.bin.
 
-    Groups of texts take turns at the temperatures, so that greedy and sampled text are both learnt. The last group is kept whole.
+    Greedy and sampled texts both: heads serve either. The last group is kept whole.
     """
     affordable = max_bytes / (2 * target.config.n_embd * len(layers))
     if not affordable >= 1:
@@ -167,16 +168,16 @@ def record(target: GPT, prompts, layers, folder: Path, n_tokens: int, max_bytes:
     def write(path: Path) -> None:
         with path.open("wb") as file:
             while len(tokens) < n_tokens:
-                temperature = rng.choices(list(TEMPERATURES), list(TEMPERATURES.values()))[0]
-                group = [next(prompts)[: longest * 3 // 4] for _ in range(128)]
-                n_new = min(rng.randrange(96, 257), longest - max(map(len, group)))
-                sampling = SamplingParams(
-                    max(n_new, 1), temperature, top_k=TOP_K, seed=rng.randrange(2**31), stop_tokens=stop
-                )
-                step = RecordingStep(layers)
-                for prompt, out, states in zip(group, run_loop(target, group, sampling, step), step.states):
-                    if out.finish_reason == "interrupted":
-                        raise KeyboardInterrupt
+                done = []
+                for temperature, share in TEMPERATURES.items():
+                    group = [next(prompts)[: longest * 3 // 4] for _ in range(round(TEXTS * share))]
+                    n_new = max(min(rng.randrange(96, 257), longest - max(map(len, group))), 1)
+                    sampling = SamplingParams(n_new, temperature, TOP_K, seed=rng.randrange(2**31), stop_tokens=stop)
+                    step = RecordingStep(layers)
+                    outs = heed(run_loop(target, group, sampling, step))
+                    done += [(temperature, *parts) for parts in zip(group, outs, step.states)]
+                rng.shuffle(done)  # or the texts held out, the last ones, would all be of one temperature
+                for temperature, prompt, out, states in done:
                     said = (prompt + out.tokens)[1:]
                     states = torch.cat(states).to("cpu", torch.bfloat16)[: len(said)]
                     file.write(states.contiguous().view(torch.int16).numpy().tobytes())
@@ -426,7 +427,7 @@ def judge(model: GPT, recording: Recording, tokenizer: Tokenizer, n_positions: i
     even, written = recording.texts[first:] % 2 == 0, recording.written[first:]
     sources = {"greedy": states[first:][written & greedy & ~even], "sampled": states[first:][written & ~greedy & ~even]}
     sources["foreign"] = foreign_states(model, tokenizer, recording.layers, n_positions)
-    sources = {name: x[:n_positions] for name, x in sources.items() if len(x)}  # few texts may all be greedy
+    sources = {name: x[:n_positions] for name, x in sources.items() if len(x)}
     fitted = judge_exits(model, states[first:][written & even][:n_positions])
     scales = [fit_platt(fitted[e]["confidence"], fitted[e]["agrees"]) for e in model.config.exit_layers]
     figures = {str(layer): {} for layer in model.config.exit_layers}

@@ -1,5 +1,6 @@
 import itertools
 import json
+import sys
 
 import pytest
 import torch
@@ -116,27 +117,52 @@ def test_errors_are_one_line_and_status_2(folder, capsys, more):
     assert status == 2 and out == "" and len(errors) == 1 and "Traceback" not in err
 
 
-def test_prompts_may_be_lists_of_a_file(folder):
-    assert bench.read_prompts(f"{folder / 'keys.json'}:texts,more") == ["a", {"user": "b"}, "c"]
+def test_a_peer_stands_beside_the_modes_and_its_absence_is_one_line(folder, capsys, monkeypatch):
+    """What another library does not tell is no figure; its text is compared with the first mode's."""
+
+    def decode(ids, sampling):
+        return bench.foreign([1] * sampling.max_new_tokens, 10.0, 11.0, 13.0)
+
+    monkeypatch.setitem(bench.PEERS, "transformers", lambda model, config: {"stranger 1.0": bench.Mode(decode)})
+    status, out, _ = call(folder, capsys, "--peers", "transformers", "--only", "plain,stranger")
+    rows = {row["mode"]: row for row in json.loads(out.splitlines()[-1])["rows"]}
+    assert status == 0 and list(rows) == ["plain", "stranger 1.0"]
+    assert rows["stranger 1.0"]["tokens_per_second"] == pytest.approx(12 / 2)
+    assert rows["stranger 1.0"]["tokens_per_target_pass"] is None and rows["stranger 1.0"]["equal"] < 1
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    status, _, err = call(folder, capsys, "--peers", "llama.cpp")
+    assert status == 2 and err.count("\n") == 1 and "pip install llama-cpp-python" in err
+    status, _, err = call(folder, capsys, "--peers", "vllm")
+    assert status == 2 and "vllm" in err and "transformers, llama.cpp, floor" in err
+
+
+def test_variants_are_compared_with_the_first_and_keep_their_own_text(folder, capsys):
+    """Ratios are to the first variant's plain run, the same text is the variant's own."""
+    status, out, _ = call(folder, capsys, "--variants", "float32,int8", "--only", "plain,speculative")
+    rows = {row["mode"]: row for row in json.loads(out.splitlines()[-1])["rows"]}
+    expected = [f"{variant} {mode}" for variant in ("float32", "int8") for mode in ("plain", "speculative k=4")]
+    assert status == 0 and list(rows) == expected
+    assert rows["float32 plain"]["ratio_to_plain"] == 1.0 != rows["int8 plain"]["ratio_to_plain"]
+    assert all(rows[name]["equal"] == 1.0 for name in expected[:3])
+
+
+def test_quality_of_a_variant_is_perplexity_and_agreement_with_the_first(folder, capsys):
+    status, out, _ = call(folder, capsys, "--what", "quality", "--variants", "float32,int8,int4")
+    first, *others = json.loads(out.splitlines()[-1])["rows"]
+    assert status == 0 and (first["agreement"], first["perplexity_ratio"], first["kl"]) == (1.0, 1.0, 0.0)
+    assert others[0]["agreement"] > 0.8 and 0 < others[0]["kl"] < others[1]["kl"]
+    assert "perplexity" in out.splitlines()[0] and len(out.splitlines()) == 5
+
+
+def test_prompts_come_from_keys_of_a_file_and_messages_take_the_template(folder, tmp_path):
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps({"a": ["x", "y"], "b": [{"user": "z"}], "c": [1]}))
+    assert bench.read_prompts(f"{file}:a,b") == ["x", "y", {"user": "z"}]
+    for source in (f"{file}:c", f"{file}:d", str(file), f"{file}x"):
+        with pytest.raises(ValueError, match="--prompts"):
+            bench.read_prompts(source)
     with pytest.raises(ValueError, match="nosuch.json.*No such file"):
         bench.read_prompts("nosuch.json")
-
-
-def test_a_peer_says_nothing_of_passes_and_layers(folder, capsys, monkeypatch):
-    """What another library does inside is not known; its row stands behind ours, its speed is paired like theirs."""
-
-    def peer(model, config):
-        def decode(ids, sampling):
-            out = bench.generate(model, [ids], sampling)[0]
-            return bench.foreign(out.tokens, 0.0, 1.0, 3.0)
-
-        return {"peer": bench.Mode(decode)}
-
-    monkeypatch.setitem(bench.PEERS, "transformers", peer)
-    status, out, _ = call(
-        folder, capsys, "--peers", "transformers", "--variants", "float32,int8", "--only", "plain,peer"
-    )
-    rows = json.loads(out.splitlines()[-1])["rows"]
-    assert status == 0 and [row["mode"] for row in rows] == ["float32 plain", "int8 plain", "peer"]
-    assert rows[2]["tokens_per_target_pass"] is rows[2]["mean_layers"] is rows[2]["alpha"] is None
-    assert rows[2]["equal"] == 1.0 and rows[2]["tokens_per_second"] == 6.0
+    tokenizer = Tokenizer({bytes([i]): i for i in range(256)}, r"[\s\S]", chat_template="<{{ messages[0].content }}>")
+    assert bytes(bench.spelled(tokenizer, {"user": "z"})) == b"<z>" and bytes(bench.spelled(tokenizer, "z")) == b"z"

@@ -128,22 +128,23 @@ def test_a_draft_head_survives_its_file_and_refuses_another_target(tmp_path):
 def test_a_recording_holds_the_states_of_a_forward(tmp_path):
     """Tokens, texts and states of every position, whatever was prompt; the texts are plain decoding's."""
     model = tiny_model(seed=4)
-    prompts = [[1, 2, 3], [4], [5, 6, 7, 8]] * 50
-    distill.record(model, iter(prompts), (2, 4), tmp_path, 600, 1e9, (0,), seed=3)
+    distill.record(model, iter([[1, 2, 3]] * 300), (2, 4), tmp_path, 600, 1e9, (0,), seed=3)
     recording = distill.open_recording(tmp_path, model, (2, 4))
     assert len(recording.tokens) >= 600 and recording.states.shape == (len(recording.tokens), 2, 16)
-    for text in (0, 1, 7):
+    greedy = generate(model, [[1, 2, 3]], SamplingParams(200, 0, stop_tokens=(0,)))[0].tokens
+    for temperature in distill.TEMPERATURES:
+        text = int((recording.temperatures == temperature).nonzero()[0])
         at = (recording.texts == text).nonzero()[:, 0]
         assert torch.equal(at, torch.arange(at[0], at[-1] + 1))
-        assert recording.written[at].tolist() == [i >= len(prompts[text]) - 1 for i in range(len(at))]
-        tokens = prompts[text][:1] + recording.tokens[at].tolist()
+        assert recording.written[at].tolist() == [i >= 2 for i in range(len(at))]
+        tokens = [1, *recording.tokens[at].tolist()]
+        assert tokens[:3] == [1, 2, 3] and (tokens[3:] == greedy[: len(tokens) - 3]) == (temperature == 0)
         states = true_states(model, tokens)[0]
         for layer in (2, 4):
             expected = states[layer, :-1].bfloat16()
             assert torch.allclose(recording.at(layer)[at].float(), expected.float(), rtol=0, atol=2e-2)
-        if recording.temperatures[text] == 0:
-            out = generate(model, [prompts[text]], SamplingParams(200, 0, stop_tokens=(0,)))[0]
-            assert (prompts[text] + out.tokens)[: len(tokens)] == tokens
+    late = recording.temperatures[recording.texts[recording.held_out() :].unique().long()]
+    assert len(late.unique()) > 1
     assert 0 < recording.held_out() < len(recording.tokens)
     with pytest.raises(ValueError, match="another model"):
         distill.open_recording(tmp_path, tiny_model(seed=5), (2, 4))

@@ -181,6 +181,7 @@ def test_the_table_compares_runs_that_stand_side_by_side(folder, capsys, monkeyp
     session, order = sample.Session(parse_flags(sample.Config, flags(folder))), []
     runs = {mode: session.decode(mode) for mode in MODES}
     rates = {"plain": [10.0, 20.0, 400.0], "speculative": [30.0, 40.0, 300.0], "early-exit": [5.0, 40.0, 400.0]}
+    capsys.readouterr()
     sample.print_table(session, runs, rates)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[:3] for line in lines[1:4]] == [
@@ -435,7 +436,9 @@ def test_colour_is_for_terminals_and_shows_the_source(folder, capsys, monkeypatc
         row = records(capsys, *asked, "--mode", mode)[0]
         shown = row["text"].translate(sample.PICTURES)
         plain_text = re.sub(r"\x1b\[\d*m", "", out)
-        assert plain_text.startswith(f"def f({shown}\n\n") and not set(plain_text) & {chr(i) for i in sample.PICTURES}
+        assert plain_text.partition("\n")[2].startswith(f"def f({shown}\n\n") and not set(plain_text) & {
+            chr(i) for i in sample.PICTURES
+        }
         assert set(row["text"]) & {chr(i) for i in sample.PICTURES}
         assert all(f"\x1b[{colour}m{source}\x1b[0m" in out for source, colour in sample.COLOURS.items())  # the legend
         out = out.partition("\x1b[32mdraft")[0]
@@ -464,14 +467,19 @@ def test_ctrl_c_prints_what_there_is_and_ends_with_130(folder, tmp_path):
         *flags(folder, "--model", folder / "endless", "--metrics", tmp_path / "log"), "--max-new-tokens", "8000"
     )
     read = b""
-    while len(read) < 40:
+    while len(read.partition(b"--- plain\n")[2]) < 30:
         read += process.stdout.read1(1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, b"")
     [row] = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert row["finish_reason"] == "interrupted" and 0 < len(row["tokens"]) < 8000
-    assert (read + out).decode().startswith(f"--- plain\ndef f({row['text']}\n\nplain: {len(row['tokens'])} tokens")
+    assert (
+        (read + out)
+        .decode()
+        .partition("\n")[2]
+        .startswith(f"--- plain\ndef f({row['text']}\n\nplain: {len(row['tokens'])} tokens")
+    )
 
 
 def test_ctrl_c_before_the_first_token_is_silent(folder, tmp_path):
@@ -494,6 +502,7 @@ def test_a_closed_pipe_is_a_silent_end(folder):
     process = start(*flags(folder, "--prompt", "-"), stdin=subprocess.PIPE)
     process.stdin.write(b"def g(")
     process.stdin.close()
+    assert process.stdout.readline().startswith(b"--- MiB of memory")
     assert process.stdout.readline() == b"--- plain\n" and process.stdout.read(6) == b"def g("
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait(timeout=60) == 0
