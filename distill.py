@@ -342,23 +342,17 @@ def new_draft_head(target: GPT, vocab, seed: int) -> DraftHead:
 def fit_platt(confidence: torch.Tensor, agrees: torch.Tensor) -> tuple[float, float]:
     """Slope and bias (Platt 1999): sigmoid(slope * logit(confidence) + bias) is the chance that agrees (N,) bool is true."""
     x = kernels.logit(confidence.double())
-    slope, bias = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    inputs, start = torch.stack((x, torch.ones_like(x)), 1), torch.tensor([1.0, 0.0], dtype=torch.float64)
+    scale = start
     for _ in range(50):  # Newton's method, a little damped towards slope 1, bias 0: the data may separate
-        chance = torch.sigmoid(slope * x + bias)
-        weight = (chance * (1 - chance)).clamp(min=1e-9)
-        error = chance - agrees.double()
-        gradient = torch.stack(((error * x).sum() + slope - 1, error.sum() + bias))
-        hessian = torch.stack(
-            (
-                torch.stack(((weight * x * x).sum() + 1, (weight * x).sum())),
-                torch.stack(((weight * x).sum(), weight.sum() + 1)),
-            )
-        )
-        change = torch.linalg.solve(hessian, gradient)
-        slope, bias = slope - change[0], bias - change[1]
+        chance = torch.sigmoid(inputs @ scale)
+        weight = (chance * (1 - chance)).clamp(min=1e-9)[:, None]
+        gradient = inputs.T @ (chance - agrees.double()) + scale - start
+        change = torch.linalg.solve((weight * inputs).T @ inputs + torch.eye(2, dtype=torch.float64), gradient)
+        scale = scale - change
         if change.abs().max() < 1e-9:
             break
-    return max(float(slope), 1e-3), float(bias)
+    return max(float(scale[0]), 1e-3), float(scale[1])
 
 
 def auroc(score: torch.Tensor, label: torch.Tensor) -> float:

@@ -137,6 +137,10 @@ class Config:
                 self.threads == "auto" or 0 <= self.threads <= 1024,
                 f"--threads is {self.threads}: it must be from 0 to 1024",
             ),
+            (
+                self.draft_quantize is None or self.draft not in ("none", "ngram", "exit"),
+                f"--draft-quantize {self.draft_quantize}: --draft {self.draft} has no weights of its own",
+            ),
             (self.mode != "speculative" or self.draft != "none", "--mode speculative needs another drafter than none"),
         ):
             if not good:
