@@ -113,6 +113,11 @@ class Recording:
         last = int(self.texts[-1])
         return int((self.texts <= last - max(last // 20, 1)).sum())
 
+    def places(self) -> torch.Tensor:
+        """Position of each within its text, (N,) int64."""
+        _, which, lengths = self.texts.unique_consecutive(return_inverse=True, return_counts=True)
+        return torch.arange(len(self.texts)) - (lengths.cumsum(0) - lengths)[which]
+
     def at(self, layer: int) -> torch.Tensor:
         return self.states[:, self.layers.index(layer)]
 
@@ -254,15 +259,14 @@ def exit_losses(model: GPT, states: torch.Tensor):
     return losses
 
 
-def unrolled(head: DraftHead, target: GPT, tokens, states, texts, n_steps: int):
+def unrolled(head: DraftHead, target: GPT, tokens, states, texts, places, n_steps: int):
     """The head's outputs (B, T, C) at n_steps drafts in a row, with its own outputs as features from the second on.
 
-    tokens, texts (B, T), states (B, T, C). Draft s at place t follows the true features up to place t - s and the head's own
+    tokens, texts, places in them (B, T), states (B, T, C). Draft s at place t follows the true features up to place t - s and the head's own
     from there on: its attention reads the keys of step 0 up to t - s, and one key of each later step (Li et al. 2025).
     """
     n_batch, length = tokens.shape
     block, groups = head.block, head.block.n_head // head.block.n_kv
-    places = torch.arange(length, device=tokens.device).expand(n_batch, -1)
     cos, sin = target._rotary_at(places)
     told = head.token_norm(target.embed(tokens, places))
     together = texts[:, :, None] == texts[:, None, :]
@@ -300,15 +304,15 @@ def shifted(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
     return torch.cat((torch.zeros_like(x.narrow(dim, 0, n)), kept), dim)
 
 
-def draft_head_losses(head: DraftHead, target: GPT, tokens, texts, written, states, n_steps: int):
-    """tokens, texts, written (B, T), states (B, T, C) behind the last layer -> of each draft in a row the KL to the target, the
+def draft_head_losses(head: DraftHead, target: GPT, tokens, texts, places, written, states, n_steps: int):
+    """tokens, texts, places, written (B, T), states (B, T, C) behind the last layer -> of each draft in a row the KL to the target, the
     cross-entropy to its best token, and the share of equal best tokens; all over the head's vocabulary, where the target wrote."""
     with torch.no_grad():
         teacher = known_law(target, states[:, 1:], head.vocab)  # after the token that the head has just been told
         best = teacher.argmax(-1)
     same = (texts[:, 1:] == texts[:, :-1]) & written[:, :-1]
     kls, crosses, agreements = [], [], []
-    for step, x in enumerate(unrolled(head, target, tokens, states, texts, n_steps)):
+    for step, x in enumerate(unrolled(head, target, tokens, states, texts, places, n_steps)):
         counts = same[:, step:] & (texts[:, step:-1] == texts[:, : texts.shape[1] - 1 - step])
         logits = kernels.linear(x[:, step:-1][counts], head.output, norm=head.norm.parameters_of())
         guess, wanted, token = (

@@ -746,9 +746,11 @@ def drafter_task(config: TrainConfig) -> Task:
                (("kl", config.distill), ("loss", 1 - config.distill), ("agreement", 0.0)) for i in range(n)}  # fmt: skip
     losses = Losses(functools.partial(distill.draft_head_losses, n_steps=n), head, target)
 
-    def parts_at(places):
-        parts = [torch.stack([x[w] for w in places]) for x in (recording.tokens, recording.texts, recording.written)]
-        states = torch.stack([recording.states[w, -1] for w in places]).float()
+    streams = (recording.tokens, recording.texts, recording.places(), recording.written)
+
+    def parts_at(spans):
+        parts = [torch.stack([x[w] for w in spans]) for x in streams]
+        states = torch.stack([recording.states[w, -1] for w in spans]).float()
         return [x.to(target.device) for x in (*parts, states)]
 
     def batch(step):

@@ -34,7 +34,7 @@ def test_what_a_draft_head_learns_is_what_it_drafts(arch):
     head, text = random_head(model), torch.randint(24, (13,), generator=torch.Generator().manual_seed(1)).tolist()
     states = true_states(model, text)[0][-1]
     ids = torch.tensor([text])
-    taught = distill.unrolled(head, model, ids[:, 1:], states[None, :-1], torch.zeros(1, 12), 3)
+    taught = distill.unrolled(head, model, ids[:, 1:], states[None, :-1], torch.zeros(1, 12), torch.arange(12)[None], 3)
     drafter = HeadDrafter(model, head)
     for place in range(9):
         batch = SimpleNamespace(prompt_hidden=[[states[: place // 2], states[place // 2 : place + 1]]], capacity=16)
@@ -48,19 +48,20 @@ def test_what_a_draft_head_learns_is_what_it_drafts(arch):
             assert torch.allclose(x, taught[step][:, place + step], rtol=0, atol=1e-10), (place, step)
 
 
-def test_texts_that_share_a_window_do_not_see_each_other():
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_texts_that_share_a_window_do_not_see_each_other(arch):
     """Losses of two texts in one window are those of each alone, weighted by their places."""
-    model = tiny_model(seed=4)
+    model = tiny_model(arch, seed=4)
     head, n_steps = random_head(model), 2
     texts = [torch.randint(24, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 12)]
     parts = []
     for number, text in enumerate(texts):
         states = true_states(model, text)[0][-1][None, :-1]
-        places = torch.full((1, len(text) - 1), number)
-        parts.append((torch.tensor([text[1:]]), places, places >= 0, states))
+        owner, places = torch.full((1, len(text) - 1), number), torch.arange(len(text) - 1)[None]
+        parts.append((torch.tensor([text[1:]]), owner, places, places >= 0, states))
     alone = [torch.stack(distill.draft_head_losses(head, model, *part, n_steps)) for part in parts]
     both = torch.stack(distill.draft_head_losses(head, model, *(torch.cat(x, 1) for x in zip(*parts)), n_steps))
-    nothing = distill.draft_head_losses(head, model, *parts[0][:2], parts[0][2] & False, parts[0][3], n_steps)
+    nothing = distill.draft_head_losses(head, model, *parts[0][:3], parts[0][3] & False, parts[0][4], n_steps)
     assert torch.stack(nothing).eq(0).all()  # all prompt: nothing to learn, and no NaN
     for i in range(len(both)):
         weights = [len(text) - 2 - i % n_steps for text in texts]
@@ -137,6 +138,7 @@ def test_a_recording_holds_the_states_of_a_forward(tmp_path):
         at = (recording.texts == text).nonzero()[:, 0]
         assert torch.equal(at, torch.arange(at[0], at[-1] + 1))
         assert recording.written[at].tolist() == [i >= 2 for i in range(len(at))]
+        assert torch.equal(recording.places()[at], torch.arange(len(at)))
         tokens = [1, *recording.tokens[at].tolist()]
         assert tokens[:3] == [1, 2, 3] and (tokens[3:] == greedy[: len(tokens) - 3]) == (temperature == 0)
         states = true_states(model, tokens)[0]
