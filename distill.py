@@ -265,8 +265,7 @@ def unrolled(head: DraftHead, target: GPT, tokens, states, texts, places, n_step
     tokens, texts, places in them (B, T), states (B, T, C). Draft s at place t follows the true features up to place t - s and the head's own
     from there on: its attention reads the keys of step 0 up to t - s, and one key of each later step (Li et al. 2025).
     """
-    n_batch, length = tokens.shape
-    block, groups = head.block, head.block.n_head // head.block.n_kv
+    length, block, groups = tokens.shape[1], head.block, head.block.n_head // head.block.n_kv
     cos, sin = target._rotary_at(places)
     told = head.token_norm(target.embed(tokens, places))
     together = texts[:, :, None] == texts[:, None, :]
