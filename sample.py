@@ -387,7 +387,10 @@ def stream(session: Session, mode: str, screen: Screen) -> list[Generation]:
     def push(row: int, tokens, sources):
         for token, source in zip(tokens, sources):
             n_shown[row] += 1
-            screen.write(streams[row].push(session.tokenizer.decode_bytes([token])), source)
+            ends = (
+                session.config.chat and token in session.tokenizer.eos_ids
+            )  # the template's mark is no part of an answer
+            screen.write(streams[row].push(b"" if ends else session.tokenizer.decode_bytes([token])), source)
 
     begin(0)
     generations = session.decode(mode, lambda row, *new: push(row, *new) if row == 0 else None)

@@ -673,7 +673,7 @@ def recorded(config: TrainConfig) -> tuple[GPT, Tokenizer, distill.Recording, st
             prompts = distill.cut_prompts(token_stream(read_corpus(config.data)[0], tokenizer), config.seed)
         else:
             prompts = distill.own_prompts(tokenizer, config.seed)
-        writer = target if config.precision == "float32" else copy.deepcopy(target).bfloat16()
+        writer = target if config.precision == "float32" else copy.deepcopy(target).bfloat16().pack()
         budget, stop = config.cache_gb * 1e9, tokenizer.eos_ids
         distill.record(writer, prompts, layers, folder, config.tokens, budget, stop, config.seed)
     if n_processes > 1:

@@ -63,7 +63,7 @@ def fewer_repeats(monkeypatch):
 
 def flags(folder, *more) -> list[str]:
     return ["--model", str(folder / "target"), "--draft", str(folder / "drafter"), "--exit-threshold", "0.05",
-            "--prompt", "def f(", "--max-new-tokens", "40", *map(str, more)]  # fmt: skip
+            "--prompt", "def f(", "--max-new-tokens", "40", "--threads", "0", *map(str, more)]  # fmt: skip
 
 
 def call(capsys, *arguments) -> tuple[int, str, str]:
@@ -145,6 +145,34 @@ def test_streamed_text_equals_the_text_with_stop_strings_across_tokens(folder, c
         if stop in stops:
             assert expected["finish_reason"] == "stop" and stop not in expected["text"]
             assert expected["text"] == whole[: whole.index(stop)]
+
+
+def test_a_chat_shows_the_message_and_the_answer_without_the_template(folder, capsys, tmp_path):
+    """The model reads the template around the message; the mark that ends its answer is not shown."""
+    model, _ = load_checkpoint(folder / "target")
+    template = "[{{ messages[0].content }}]{% if add_generation_prompt %}:{% endif %}"
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    save_checkpoint(tmp_path / "chat", model, tokenizer)
+    asked = [
+        "--model",
+        tmp_path / "chat",
+        "--mode",
+        "plain",
+        "--chat",
+        "--prompt",
+        "hello",
+        "--temperature",
+        2,
+        "--threads",
+        0,
+    ]
+    found = [records(capsys, *asked, "--seed", seed)[0] for seed in range(30)]
+    assert all(bytes(row["prompt"]) == b"[hello]:" for row in found)
+    seed = next(i for i, row in enumerate(found) if row["finish_reason"] == "stop")
+    assert found[seed]["text"].endswith("<|end|>")
+    out = call(capsys, *asked, "--seed", seed)[1].partition("\n")[2]
+    assert out.startswith(f"hello\n\n{found[seed]['text'].removesuffix('<|end|>')}\n\nplain: ")
 
 
 # ---------------------------------------------------------------------------------------------------------- modes
