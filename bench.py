@@ -64,8 +64,8 @@ class BenchConfig:
     what: str = flag(
         "speed", "speed, or quality: perplexity and agreement of the variants on held-out text", ("speed", "quality")
     )
-    peers: tuple[str, ...] = flag((), "transformers and llama.cpp, where they are installed: the same weights, their own loops; floor: memory alone",
-                                  parse=listed(str))  # fmt: skip
+    peers: tuple[str, ...] = flag((), "transformers and llama.cpp, where they are installed: the same weights, their own loops; "
+                                  "floor: memory alone", parse=listed(str))  # fmt: skip
     prompts: str = flag(
         "", "a JSON list of texts and {user: message}, or FILE:KEY or FILE:KEY,KEY; the bundled model's own when empty"
     )
@@ -451,6 +451,9 @@ def speed(config: BenchConfig) -> list[dict]:
     modes |= peers
     first = next(iter(modes))
     wanted = config.only or ("",)
+    strange = [part for part in wanted if not any(part in name for name in modes)]
+    if strange:
+        raise ValueError(f"--only holds {strange[0]!r}: no mode of {', '.join(modes)} has that in its name")
     modes = {name: mode for name, mode in modes.items() if name == first or any(part in name for part in wanted)}
     n_prompts = min(config.max_prompts or len(texts), len(texts))
     prompts = [spelled(tokenizer, texts[i * len(texts) // n_prompts]) for i in range(n_prompts)]

@@ -98,7 +98,8 @@ class Recording:
     """A stream of N positions of a frozen target.
 
     tokens (N,) int32: the token after each position; texts (N,) int32: the text it belongs to; written (N,) bool: whether the
-    target wrote it (the rest is prompt); temperatures (texts,): what it was drawn at; states (N, depths, C) bfloat16: hidden states behind `layers`, the last layer last, mapped from disk.
+    target wrote it (the rest is prompt); temperatures (texts,): what it was drawn at; states (N, depths, C) bfloat16: hidden
+    states behind `layers`, the last layer last, mapped from disk.
     """
 
     tokens: torch.Tensor

@@ -69,6 +69,8 @@ def describe(path: Path) -> Source:
             raise ValueError(f"{path}: metadata of a wrong kind ({type(error).__name__} {error})") from None
     file = path / "config.json"
     described = read_json(file)
+    if described.get("format") in ("nanospec-heads", "nanospec-draft-head"):
+        raise ValueError(f"{path}: heads for a model, and no model: give them as sample.py --exits or --draft")
     if described.get("format") != "nanospec":
         config = hugging_face_config(file, described)
         table = NAMES["gpt2" if config.arch == "gpt2" else "llama"]

@@ -133,6 +133,8 @@ def test_a_peer_stands_beside_the_modes_and_its_absence_is_one_line(folder, caps
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     status, _, err = call(folder, capsys, "--peers", "llama.cpp")
     assert status == 2 and err.count("\n") == 1 and "pip install llama-cpp-python" in err
+    status, _, err = call(folder, capsys, "--only", "plain,nosuch")
+    assert status == 2 and "'nosuch'" in err and "n-gram k=4" in err
     status, _, err = call(folder, capsys, "--peers", "vllm")
     assert status == 2 and "vllm" in err and "transformers, llama.cpp, floor" in err
 

@@ -390,7 +390,8 @@ ERRORS = {
     "--prompt @nosuch": "nosuch", "--prompt @.": "directory", "--prompt @empty.txt": "empty", "--prompt @binary.txt": "UTF-8",
     "--prompt @long.txt": "1000000 tokens", "--prompt @/dev/zero": "16 MiB", "--metrics .": "directory",
     "--metrics nosuch/log": "nosuch", "--dtype float8": "float8", "--device tpu": "tpu", "--quantize int3": "int3",
-    "--chat": "template", "--exits nosuch": "nosuch", "--draft-quantize int2": "int2", "--draft ngram --draft-quantize int8": "no weights", "--exits drafter": "nanospec-heads", "--impl triton": "TRITON_INTERPRET", "--nosuch": "nosuch", "stray": "stray",
+    "--chat": "template", "--exits nosuch": "nosuch", "--draft-quantize int2": "int2", "--draft ngram --draft-quantize int8": "no weights", "--exits drafter": "nanospec-heads",
+    "--model smollm2-exits": "heads for a model", "--draft smollm2-exits": "heads for a model", "--impl triton": "TRITON_INTERPRET", "--nosuch": "nosuch", "stray": "stray",
 }  # fmt: skip
 
 
