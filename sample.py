@@ -71,11 +71,7 @@ COLOURS = {"draft": 32, "corrected": 31, "bonus": 36, "exit": 35}  # green, red,
 PICTURES = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {i: 0xFFFD for i in range(127, 160)}
 
 
-def draft_length(text: str) -> int | str:
-    return text if text == "auto" else int(text)
-
-
-def threads(text: str) -> int | str:
+def number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
@@ -104,7 +100,7 @@ class Config:
     repetition_penalty: float = flag(SamplingParams.repetition_penalty, "above 1 shuns tokens seen before; 1 is off")
     seed: int = flag(SamplingParams.seed, "sample i uses seed + i; the same seed gives the same text")
     stop: tuple[str, ...] = flag((), "text that ends a sample and is not shown; may be given several times", parse=str)
-    draft_len: int | str = flag(4, "drafts a round: more to win, more to throw away; or auto", parse=draft_length)
+    draft_len: int | str = flag(4, "drafts a round: more to win, more to throw away; or auto", parse=number_or_auto)
     verify: str = flag("rejection", "rejection accepts most; coupled keeps plain's text", ("rejection", "coupled"))
     exit_layer: tuple[int, ...] = flag((), "exits to use, such as 4,8: shallow is fast, unsure (all; --draft exit: first)",
                                        parse=listed(int))  # fmt: skip
@@ -121,7 +117,7 @@ class Config:
     json: bool = flag(False, "one JSON object per sample and mode on stdout, and nothing else there")
     chat: bool = flag(False, "the prompt is a message: the model's own template goes around it; base models have none")
     threads: int | str = flag(
-        "auto", "CPU threads: 0 leaves it to torch; auto tries them out for half a second", parse=threads
+        "auto", "CPU threads: 0 leaves it to torch; auto tries them out for half a second", parse=number_or_auto
     )
     impl: str = flag(
         "auto", "torch runs anywhere, triton is faster on a GPU; auto: triton there", kernels.IMPLEMENTATIONS
@@ -189,8 +185,7 @@ class Session:
         self.plan()
         self.model, self.tokenizer = self.load(name, config.quantize)
         self.add_exits()
-        if config.impl != "triton" and not kernels.interpreted():
-            self.model.pack()
+        self.pack(self.model)
         exits = self.model.config.exit_layers
         if not exits and (config.mode == "early-exit" or config.draft == "exit"):
             raise ValueError(f"{name} has no exit heads: train them with train_exit_heads.py --stage exits")
@@ -248,6 +243,10 @@ class Session:
         model.impl = config.impl
         return model, tokenizer
 
+    def pack(self, model):
+        """For this CPU's products, unless the kernels run: they read weights as they were loaded."""
+        return model if self.config.impl == "triton" or kernels.interpreted() else model.pack()
+
     def add_exits(self) -> None:
         """The exit heads that were asked for, or those that come with nanospec for a model without its own."""
         path = self.config.exits or (not self.model.config.exit_layers and bundled_heads(self.model, EXIT_HEADS))
@@ -266,7 +265,7 @@ class Session:
         elif self.drafts_with_a_model:
             model, theirs = self.load(self.draft, config.draft_quantize)
             check_pair(config.model, self.tokenizer, self.draft, theirs)
-            self.drafter = ModelDrafter(model.pack())
+            self.drafter = ModelDrafter(self.pack(model))
             self.drafter.check_target(self.model)
         elif self.draft != "none":
             self.drafter = HeadDrafter(
