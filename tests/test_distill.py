@@ -48,6 +48,33 @@ def test_what_a_draft_head_learns_is_what_it_drafts(arch):
             assert torch.allclose(x, taught[step][:, place + step], rtol=0, atol=1e-10), (place, step)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_the_laws_that_a_draft_head_proposes_are_those_it_learnt(arch):
+    """propose, on drafts that are the text's own, and again behind a commit: verification would repair a wrong place in silence."""
+    model = tiny_model(arch, seed=4)
+    head, text = random_head(model), torch.randint(24, (13,), generator=torch.Generator().manual_seed(1)).tolist()
+    states, ids = true_states(model, text)[0][-1], torch.tensor([text])
+    places = torch.arange(12)[None]
+    taught = distill.unrolled(head, model, ids[:, 1:], states[None, :-1], places >= 0, places, 3)
+    drafter = HeadDrafter(model, head)
+    for place in range(9):
+
+        def draft(rows, logits, drafted, behind=place + 2):
+            return ids[:, behind + drafted.shape[1]], logits
+
+        sampler = SimpleNamespace(device=model.device, draft=draft)
+        drafter.attach(SimpleNamespace(prompt_hidden=[[states[: place + 1]]], capacity=16))
+        drafter.reset([text[: place + 2]])
+        tokens, laws, n = drafter.propose([0], 3, sampler)
+        assert tokens.tolist() == [text[place + 2 : place + 5]] and n.tolist() == [3]
+        for step in range(3):
+            assert torch.allclose(laws[:, step], head.logits(taught[step][:, place + step]), rtol=0, atol=1e-10)
+        drafter.commit([0], [text[place + 2 : place + 4]], [states[place + 1 : place + 3]])
+        laws = drafter.propose([0], 1, sampler)[1]
+        assert torch.allclose(laws[:, 0], head.logits(taught[0][:, place + 2]), rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_texts_that_share_a_window_do_not_see_each_other(arch):
     """Losses of two texts in one window are those of each alone, weighted by their places."""
