@@ -309,19 +309,16 @@ def draft_head_losses(head: DraftHead, target: GPT, tokens, texts, places, writt
     cross-entropy to its best token, and the share of equal best tokens; all over the head's vocabulary, where the target wrote."""
     with torch.no_grad():
         teacher = known_law(target, states[:, 1:], head.vocab)  # after the token that the head has just been told
-        best = teacher.argmax(-1)
+        best, chances = teacher.argmax(-1), teacher.exp()
+        gained = (chances * teacher).sum(-1)  # minus the teacher's entropy
     same = (texts[:, 1:] == texts[:, :-1]) & written[:, :-1]
     kls, crosses, agreements = [], [], []
     for step, x in enumerate(unrolled(head, target, tokens, states, texts, places, n_steps)):
         counts = same[:, step:] & (texts[:, step:-1] == texts[:, : texts.shape[1] - 1 - step])
         logits = kernels.linear(x[:, step:-1][counts], head.output, norm=head.norm.parameters_of())
-        guess, wanted, token = (
-            kernels.full_precision(logits).log_softmax(-1),
-            teacher[:, step:][counts],
-            best[:, step:][counts],
-        )
+        guess, token = kernels.full_precision(logits).log_softmax(-1), best[:, step:][counts]
         n = max(len(token), 1)  # a window may be all prompt
-        kls.append(F.kl_div(guess, wanted, reduction="sum", log_target=True) / n)
+        kls.append((gained[:, step:][counts].sum() - (chances[:, step:][counts] * guess).sum()) / n)
         crosses.append(F.nll_loss(guess, token, reduction="sum") / n)
         agreements.append((guess.argmax(-1) == token).float().sum() / n)
     return kls + crosses + agreements

@@ -1131,7 +1131,7 @@ class QuantizedWeight(NamedTuple):
 class PackedWeight:
     """A matrix (out, in) as one CPU's products want it, which other machines and `torch.save` do not know.
 
-    On x86 its products give a row the same bits whatever rides along, in passes of up to EVEN_ROWS (tests/test_kernels.py).
+    On x86 its products give a row the same bits whatever rides along, in passes of up to 8 rows (tests/test_kernels.py).
     """
 
     data: (
@@ -1155,11 +1155,9 @@ class PackedWeight:
         """x (n, in) -> (n, out)."""
         n = x.shape[0]
         if self.bits == 16:
-            # how oneDNN cuts long rows depends on their number: below EVEN_ROWS it is always that one
-            uneven = n < EVEN_ROWS and self.shape[1] > 1024
-            rows = torch.cat((x, x[:1].expand(EVEN_ROWS - n, -1))) if uneven else x
-            y = torch.ops.mkldnn._linear_pointwise.default(rows, self.data, None, "none", [], "")
-            return y[:n] if uneven else y
+            alone = n == 1 and self.shape[1] > 1024  # oneDNN cuts a long row that is alone otherwise than one of two
+            rows = x.expand(2, -1).contiguous() if alone else x
+            return torch.ops.mkldnn._linear_pointwise.default(rows, self.data, None, "none", [], "")[:n]
         x = _aligned(x)
         if self.bits == 4:
             group = self.shape[1] // self.scales.shape[0]
@@ -1169,7 +1167,6 @@ class PackedWeight:
         return F.linear(x, self.data.to(x.dtype)).mul_(self.scales)
 
 
-EVEN_ROWS = 8
 INT8_ROWS = 48  # the int8 product costs by the row: beyond, it is cheaper to widen the matrix once
 
 
