@@ -17,6 +17,7 @@ import pickle
 import random
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -26,27 +27,26 @@ from tqdm import tqdm
 
 import kernels
 from checkpoint import fingerprint_of, write_atomically
-from decode import Batch, Block, PlainStep, SamplingParams, heed, pack, run_loop
+from decode import Batch, Block, PlainStep, SamplingParams, generate, heed, pack, run_loop
 from model import GPT, DraftHead
 from tokenizer import Tokenizer, apply_chat
 
 PROMPTS = Path(__file__).resolve().parent / "prompts" / "train.json"
-KINDS = {"chat": 0.35, "chat_code": 0.13, "chat_math": 0.04, "rewrite": 0.1, "prose": 0.13, "code": 0.1, "self": 0.15}
+KINDS = {"asked": 0.4, "openings": 0.12, "chat": 0.17, "chat_code": 0.1, "chat_math": 0.02, "rewrite": 0.07, "prose": 0.06, "code": 0.06}  # fmt: skip
 TEMPERATURES = {0.0: 0.45, 0.7: 0.25, 1.0: 0.3}
 TOP_K = 64  # of sampled texts: noise for so few tokens costs little, and the rest would lead astray
 TEXTS = 128  # decoded together
 LONGEST = 320  # tokens of a text, prompt included
+QUESTION = 96  # tokens that the target may ask itself
 
 
 # ------------------------------------------------------------------------------------------------------- prompts
 
 
-def draw_prompt(rng: random.Random, stock: dict, kinds: dict, chat) -> str:
-    """A prompt from prompts/train.json: a form, filled in. chat(text) puts a user's message into the model's template, and
-    chat(None) ends where the user begins to speak, so that the model asks itself ("self"; Xu et al. 2024)."""
-    kind = rng.choices(list(kinds), list(kinds.values()))[0]
-    if kind == "self":
-        return chat(None)
+def draw_prompt(rng: random.Random, stock: dict, kind: str) -> str:
+    """A prompt from prompts/train.json: a form, filled in. Of kind "asked" nothing, of "openings" the first words."""
+    if kind == "asked":
+        return ""
     topic, other = rng.sample(stock["topics"], 2)
     words = {"topic": topic, "other": other, "task": rng.choice(stock["tasks"]), "item": rng.choice(stock["items"])}
     words |= {"Topic": topic[0].upper() + topic[1:], "Other": other[0].upper() + other[1:]}
@@ -55,31 +55,31 @@ def draw_prompt(rng: random.Random, stock: dict, kinds: dict, chat) -> str:
     text = rng.choice(stock[kind])
     for name, word in words.items():  # str.format would stumble over the braces of code
         text = text.replace(f"{{{name}}}", str(word))
-    return text if kind in ("prose", "code") else chat(text)
+    return text
 
 
-def chat_of(tokenizer: Tokenizer):
-    """chat(text) for draw_prompt, None where the model has no template."""
-    if tokenizer.chat_template is None:
-        return None
-
-    def chat(text: str | None) -> str:
-        mark = "\0"
-        whole = apply_chat(tokenizer, [{"role": "user", "content": mark if text is None else text}])
-        return whole[: whole.index(mark)] if text is None else whole
-
-    return chat
-
-
-def own_prompts(tokenizer: Tokenizer, seed: int):
-    """Endless prompts of many kinds, as token ids."""
-    stock, rng, chat = json.loads(PROMPTS.read_text()), random.Random(f"{seed} prompts"), chat_of(tokenizer)
-    kinds = {kind: share for kind, share in KINDS.items() if chat or kind in ("prose", "code")}
+def own_prompts(target: GPT, tokenizer: Tokenizer, seed):
+    """Endless prompts of many kinds, as token ids. Half of them the target asks itself: of kinds "asked" and "openings" it
+    goes on where the user begins to speak, at temperature 1 (Xu et al. 2024)."""
+    stock, rng = json.loads(PROMPTS.read_text()), random.Random(f"{seed} prompts")
+    kinds = {kind: share for kind, share in KINDS.items() if tokenizer.chat_template or kind in ("prose", "code")}
+    mark = "\0"
+    whole = apply_chat(tokenizer, [{"role": "user", "content": mark}]) if tokenizer.chat_template else mark
+    before, after = whole.split(mark)
     while True:
-        yield tokenizer.encode(draw_prompt(rng, stock, kinds, chat), special=True)
+        drawn = rng.choices(list(kinds), list(kinds.values()), k=TEXTS)
+        texts = [draw_prompt(rng, stock, kind) for kind in drawn]
+        open_ended = [i for i, kind in enumerate(drawn) if kind in ("asked", "openings")]
+        begun = [tokenizer.encode(before + texts[i], special=True) for i in open_ended]
+        sampling = SamplingParams(QUESTION, 1.0, TOP_K, seed=rng.randrange(2**31), stop_tokens=tokenizer.eos_ids)
+        for i, out in zip(open_ended, heed(generate(target, begun, sampling))):
+            said = [token for token in out.tokens if token not in tokenizer.eos_ids]
+            texts[i] += tokenizer.decode(said)
+        for kind, text in zip(drawn, texts):
+            yield tokenizer.encode(text if kind in ("prose", "code") else before + text + after, special=True)
 
 
-def cut_prompts(stream: torch.Tensor, seed: int):
+def cut_prompts(stream: torch.Tensor, seed):
     """Endless prompts cut from a text (N,): 16 tokens and more."""
     rng = random.Random(f"{seed} prompts")
     if len(stream) < 2:
@@ -119,9 +119,6 @@ class Recording:
         _, which, lengths = self.texts.unique_consecutive(return_inverse=True, return_counts=True)
         return torch.arange(len(self.texts)) - (lengths.cumsum(0) - lengths)[which]
 
-    def at(self, layer: int) -> torch.Tensor:
-        return self.states[:, self.layers.index(layer)]
-
 
 class RecordingStep(PlainStep):
     """Plain decoding that keeps the hidden states behind `layers` of every position."""
@@ -158,50 +155,55 @@ class RecordingStep(PlainStep):
 
 
 def record(target: GPT, prompts, layers, folder: Path, n_tokens: int, max_bytes: float, stop, seed: int) -> None:
-    """The target decodes prompts until there are n_tokens positions, or max_bytes of states in folder/states.bin.
+    """The target decodes prompts(seed), endless, until the recording in `folder` has n_tokens positions, or max_bytes of states.
 
-    Greedy and sampled texts both: heads serve either. The last group is kept whole.
+    Greedy and sampled texts both: heads serve either. What is there already is kept and added to; a group of TEXTS counts
+    once it is written whole, so that a break costs no more than the group.
     """
     affordable = max_bytes / (2 * target.config.n_embd * len(layers))
     if not affordable >= 1:
         raise ValueError(f"--cache-gb is {max_bytes / 1e9:g}: it does not hold one position")
     n_tokens = int(min(n_tokens, affordable))
-    longest, rng = min(LONGEST, target.config.block_size), random.Random(f"{seed} lengths")
-    tokens, texts, written, temperatures = [], [], [], []
     folder.mkdir(parents=True, exist_ok=True)
-    bar = tqdm(total=n_tokens, desc="the target writes", unit=" tokens", dynamic_ncols=True)
-
-    def write(path: Path) -> None:
-        with path.open("wb") as file:
-            while len(tokens) < n_tokens:
-                done = []
-                for temperature, share in TEMPERATURES.items():
-                    group = [next(prompts)[: longest * 3 // 4] for _ in range(round(TEXTS * share))]
-                    n_new = max(min(rng.randrange(96, 257), longest - max(map(len, group))), 1)
-                    sampling = SamplingParams(n_new, temperature, TOP_K, seed=rng.randrange(2**31), stop_tokens=stop)
-                    step = RecordingStep(layers)
-                    outs = heed(run_loop(target, group, sampling, step))
-                    done += [(temperature, *parts) for parts in zip(group, outs, step.states)]
-                rng.shuffle(done)  # or the texts held out, the last ones, would all be of one temperature
-                for temperature, prompt, out, states in done:
-                    said = (prompt + out.tokens)[1:]
-                    states = torch.cat(states).to("cpu", torch.bfloat16)[: len(said)]
-                    file.write(states.contiguous().view(torch.int16).numpy().tobytes())
-                    tokens.extend(said)
-                    texts.extend([len(temperatures)] * len(said))
-                    written.extend([False] * (len(prompt) - 1) + [True] * len(out.tokens))
-                    temperatures.append(temperature)
-                    bar.update(len(said))
-
-    with bar:
-        write_atomically(folder / "states.bin", write)
-    lists = (torch.tensor(x, dtype=torch.int32) for x in (tokens, texts))
-    content = [*lists, torch.tensor(written), torch.tensor(temperatures), tuple(layers), fingerprint_of(target)]
-    write_atomically(folder / "recording.pt", lambda p: torch.save(content, p))
+    streams = [torch.zeros(0, dtype=dtype) for dtype in (torch.int32, torch.int32, torch.bool, torch.float32)]
+    if (folder / "recording.pt").exists():
+        old = open_recording(folder, target, layers)
+        streams = [old.tokens, old.texts, old.written, old.temperatures]
+    longest, seed = min(LONGEST, target.config.block_size), f"{seed} {len(streams[0])}"
+    prompts, rng = prompts(seed), random.Random(f"{seed} lengths")
+    with (
+        tqdm(total=n_tokens, initial=len(streams[0]), desc="the target writes", unit=" tokens") as bar,
+        (folder / "states.bin").open("ab") as file,
+    ):
+        file.truncate(len(streams[0]) * len(layers) * target.config.n_embd * 2)  # a group that was cut off
+        while len(streams[0]) < n_tokens:
+            done, n_texts = [], len(streams[3])
+            for temperature, share in TEMPERATURES.items():
+                group = [next(prompts)[: longest * 3 // 4] for _ in range(round(TEXTS * share))]
+                n_new = max(min(rng.randrange(96, 257), longest - max(map(len, group))), 1)
+                sampling = SamplingParams(n_new, temperature, TOP_K, seed=rng.randrange(2**31), stop_tokens=stop)
+                step = RecordingStep(layers)
+                outs = heed(run_loop(target, group, sampling, step))
+                done += [(temperature, *parts) for parts in zip(group, outs, step.states)]
+            rng.shuffle(done)  # or the texts held out, the last ones, would all be of one temperature
+            news = [[], [], [], [temperature for temperature, *_ in done]]
+            for i, (_, prompt, out, states) in enumerate(done):
+                said = (prompt + out.tokens)[1:]
+                states = torch.cat(states).to("cpu", torch.bfloat16)[: len(said)]
+                file.write(states.contiguous().view(torch.int16).numpy().tobytes())
+                news[0] += said
+                news[1] += [n_texts + i] * len(said)
+                news[2] += [False] * (len(prompt) - 1) + [True] * len(out.tokens)
+            file.flush()
+            streams = [torch.cat((old, torch.tensor(new, dtype=old.dtype))) for old, new in zip(streams, news)]
+            content = [*streams, tuple(layers), fingerprint_of(target)]
+            write_atomically(folder / "recording.pt", partial(torch.save, content))
+            bar.update(len(news[0]))
 
 
 def open_recording(folder: Path, target: GPT, wanted: tuple[int, ...]) -> Recording:
-    """What record wrote; states stay on disk. ValueError where it is broken, another model's, or of other layers than wanted."""
+    """What record wrote; states stay on disk. ValueError where it is broken, another model's, or lacks states behind `wanted`,
+    which must be the last of its layers."""
     try:
         tokens, texts, written, temperatures, layers, owner = torch.load(folder / "recording.pt", weights_only=True)
         shape = len(tokens), len(layers), target.config.n_embd
@@ -210,11 +212,11 @@ def open_recording(folder: Path, target: GPT, wanted: tuple[int, ...]) -> Record
         raise ValueError(f"{folder}: truncated, or no recording; delete it to record anew") from None
     if owner != fingerprint_of(target):
         raise ValueError(f"{folder}: recorded from another model; give another --recording, or delete it")
-    if layers != wanted:
+    if layers[-len(wanted) :] != wanted:
         raise ValueError(
             f"{folder}: holds states behind layers {layers}, wanted are {wanted}; delete it to record anew"
         )
-    return Recording(tokens, texts, written, temperatures, states.view(shape), layers)
+    return Recording(tokens, texts, written, temperatures, states.view(shape)[:, -len(wanted) :], wanted)
 
 
 def frequent_tokens(tokens: torch.Tensor, n: int, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -654,26 +654,27 @@ def draft_task(config: TrainConfig) -> Task:
 
 
 def recorded(config: TrainConfig) -> tuple[GPT, Tokenizer, distill.Recording, str]:
-    """The frozen target, and its recording with states behind the exits and the last layer, made where there is none yet."""
+    """The frozen target, and its recording with states behind the last layer, for exits behind theirs too: made where there is
+    none yet, and added to where it is shorter than --tokens."""
     target, tokenizer = load_checkpoint(config.model, device=config.device, dtype="float32")
     if tokenizer is None:
         raise ValueError(f"--model {config.model}: it has no tokenizer that could read a prompt")
     target.requires_grad_(False)
-    exits = config.exit_layers or default_exits(target)
-    if config.stage == "exits" and not exits:
-        raise ValueError(f"--model {config.model}: it has one layer, and nothing to exit from")
-    dataclasses.replace(
-        target.config, exit_layers=exits, exit_platt=None
-    )  # what a model cannot have is said before the long wait
+    exits = () if config.stage == "drafter" else config.exit_layers or default_exits(target)
+    if config.stage == "exits":
+        if not exits:
+            raise ValueError(f"--model {config.model}: it has one layer, and nothing to exit from")
+        # what a model cannot have is said before the long wait
+        dataclasses.replace(target.config, exit_layers=exits, exit_platt=None)
     layers, folder = (*exits, target.config.n_layer), Path(config.recording or f"{config.out}-recording")
     config.block_size = min(config.block_size, target.config.block_size)
     rank, n_processes = processes()
-    if rank == 0 and not (folder / "recording.pt").exists():
-        if config.data or (BUNDLED / config.model).exists():  # the bundled models know code, and no conversation
-            prompts = distill.cut_prompts(token_stream(read_corpus(config.data)[0], tokenizer), config.seed)
-        else:
-            prompts = distill.own_prompts(tokenizer, config.seed)
+    if rank == 0:
         writer = target if config.precision == "float32" else copy.deepcopy(target).bfloat16().pack()
+        if config.data or (BUNDLED / config.model).exists():  # the bundled models know code, and no conversation
+            prompts = functools.partial(distill.cut_prompts, token_stream(read_corpus(config.data)[0], tokenizer))
+        else:
+            prompts = functools.partial(distill.own_prompts, writer, tokenizer)
         budget, stop = config.cache_gb * 1e9, tokenizer.eos_ids
         distill.record(writer, prompts, layers, folder, config.tokens, budget, stop, config.seed)
     if n_processes > 1:
@@ -707,7 +708,10 @@ def default_exits(target: GPT) -> tuple[int, ...]:
 
 def exits_task(config: TrainConfig) -> Task:
     target, tokenizer, recording, digest = recorded(config)
-    layers, vocab = recording.layers[:-1], distill.frequent_tokens(recording.tokens, config.head_vocab, tokenizer)
+    layers, vocab = (
+        recording.layers[:-1],
+        distill.frequent_tokens(recording.tokens[: recording.held_out()], config.head_vocab, tokenizer),
+    )
     target.set_exits(layers, vocab, ("exit", "draft") if config.adapters else ())
     for head in target.exits.values():  # new exits begin as the final head
         head.norm.load_state_dict(target.final_norm.state_dict())
@@ -734,7 +738,7 @@ def exits_task(config: TrainConfig) -> Task:
 
 def drafter_task(config: TrainConfig) -> Task:
     target, tokenizer, recording, digest = recorded(config)
-    vocab = distill.frequent_tokens(recording.tokens, config.head_vocab, tokenizer)
+    vocab = distill.frequent_tokens(recording.tokens[: recording.held_out()], config.head_vocab, tokenizer)
     head = distill.new_draft_head(target, vocab, config.seed).to(target.device)
     n_training, n, size = recording.held_out(), config.unroll, config.block_size
     held_out = [slice(first, first + size) for first in range(n_training, len(recording.tokens) - size + 1, size)]
@@ -744,7 +748,7 @@ def drafter_task(config: TrainConfig) -> Task:
         raise ValueError(f"--unroll is {n}: it must be below --block-size {size}")
     weights = {f"{kind}_{i}": share * 0.8**i for kind, share in
                (("kl", config.distill), ("loss", 1 - config.distill), ("agreement", 0.0)) for i in range(n)}  # fmt: skip
-    losses = Losses(functools.partial(distill.draft_head_losses, n_steps=n), head, target)
+    losses = Losses(functools.functools.partial(distill.draft_head_losses, n_steps=n), head, target)
 
     streams = (recording.tokens, recording.texts, recording.places(), recording.written)
 

@@ -156,7 +156,7 @@ def test_a_draft_head_survives_its_file_and_refuses_another_target(tmp_path):
 def test_a_recording_holds_the_states_of_a_forward(tmp_path):
     """Tokens, texts and states of every position, whatever was prompt; the texts are plain decoding's."""
     model = tiny_model(seed=4)
-    distill.record(model, iter([[1, 2, 3]] * 300), (2, 4), tmp_path, 600, 1e9, (0,), seed=3)
+    distill.record(model, lambda seed: iter([[1, 2, 3]] * 300), (2, 4), tmp_path, 600, 1e9, (0,), seed=3)
     recording = distill.open_recording(tmp_path, model, (2, 4))
     assert len(recording.tokens) >= 600 and recording.states.shape == (len(recording.tokens), 2, 16)
     greedy = generate(model, [[1, 2, 3]], SamplingParams(200, 0, stop_tokens=(0,)))[0].tokens
@@ -171,10 +171,13 @@ def test_a_recording_holds_the_states_of_a_forward(tmp_path):
         states = true_states(model, tokens)[0]
         for layer in (2, 4):
             expected = states[layer, :-1].bfloat16()
-            assert torch.allclose(recording.at(layer)[at].float(), expected.float(), rtol=0, atol=2e-2)
+            assert torch.allclose(
+                recording.states[at, (2, 4).index(layer)].float(), expected.float(), rtol=0, atol=2e-2
+            )
     late = recording.temperatures[recording.texts[recording.held_out() :].unique().long()]
     assert len(late.unique()) > 1
     assert 0 < recording.held_out() < len(recording.tokens)
+    assert torch.equal(distill.open_recording(tmp_path, model, (4,)).states, recording.states[:, 1:])
     with pytest.raises(ValueError, match="another model"):
         distill.open_recording(tmp_path, tiny_model(seed=5), (2, 4))
     with pytest.raises(ValueError, match="behind layers"):
@@ -187,9 +190,48 @@ def test_a_recording_holds_the_states_of_a_forward(tmp_path):
 
 def test_a_recording_keeps_within_its_budget(tmp_path):
     model = tiny_model(seed=4)
-    distill.record(model, iter([[1, 2]] * 5000), (2, 4), tmp_path, 10**6, 2 * 16 * 2 * 2000, (), seed=3)
+    distill.record(model, lambda seed: iter([[1, 2]] * 5000), (2, 4), tmp_path, 10**6, 2 * 16 * 2 * 2000, (), seed=3)
     n = len(distill.open_recording(tmp_path, model, (2, 4)).tokens)
     assert 2000 <= n < 2000 + 128 * distill.LONGEST  # the last group is kept whole
+
+
+def test_a_recording_goes_on_where_it_was_cut_off(tmp_path):
+    """What was whole stays as it is, what was not is written anew, and other prompts are asked for."""
+    model, seeds = tiny_model(seed=4), []
+
+    def prompts(seed):
+        seeds.append(seed)
+        return iter([[1, 2, 3]] * 300)
+
+    distill.record(model, prompts, (2, 4), tmp_path, 600, 1e9, (), seed=3)
+    first = distill.open_recording(tmp_path, model, (2, 4))
+    n, states = len(first.tokens), first.states.clone()
+    with (tmp_path / "states.bin").open("ab") as file:
+        file.write(b"cut off")
+    distill.record(model, prompts, (2, 4), tmp_path, n, 1e9, (), seed=3)
+    assert len(distill.open_recording(tmp_path, model, (2, 4)).tokens) == n
+    distill.record(model, prompts, (2, 4), tmp_path, n + 1, 1e9, (), seed=3)
+    longer = distill.open_recording(tmp_path, model, (2, 4))
+    assert len(longer.tokens) > n and torch.equal(longer.tokens[:n], first.tokens) and len(set(seeds)) == 2
+    assert torch.equal(longer.states[:n], states) and int(longer.texts[n]) == int(first.texts[-1]) + 1
+    text = longer.texts == longer.texts[-1]
+    expected = true_states(model, [1, *longer.tokens[text].tolist()])[0][4, :-1]
+    assert torch.allclose(longer.states[text, 1].float(), expected.float(), rtol=1e-2, atol=2e-2)
+
+
+def test_a_chat_model_asks_itself():
+    """Questions of its own come between the marks of the template, and begin with an opening or with nothing."""
+    marks = {"<user>": 256, "<model>": 257, "<end>": 258}
+    template = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<model>"
+    tokenizer = Tokenizer({bytes([i]): i for i in range(256)}, ".", marks, eos_ids=(258,), chat_template=template)
+    model = tiny_model(seed=4, vocab_size=259)
+    prompts = [ids for ids, _ in zip(distill.own_prompts(model, tokenizer, 0), range(300))]
+    chats = [ids for ids in prompts if ids[0] == 256]
+    assert 200 < len(chats) < 290 and all(ids[-1] == 257 and 258 not in ids for ids in chats)
+    stock = json.loads(distill.PROMPTS.read_text())
+    known = {text for kind in distill.KINDS if kind != "asked" for text in stock[kind]}
+    questions = [tokenizer.decode(ids[1:-1]) for ids in chats]
+    assert len(set(questions)) > 150 and sum(q not in known for q in questions) > 100
 
 
 def test_recording_is_plain_decoding():
@@ -202,14 +244,11 @@ def test_recording_is_plain_decoding():
 
 def test_prompts_are_of_many_kinds_and_leave_no_blank():
     stock, rng = json.loads(distill.PROMPTS.read_text()), random.Random(0)
-
-    def chat(text):
-        return "<user>" if text is None else f"<user>{text}<model>"
-
-    drawn = [distill.draw_prompt(rng, stock, distill.KINDS, chat) for _ in range(2000)]
-    for name in ("topic", "Topic", "other", "Other", "task", "item", "text", "a", "b", "c"):
-        assert not any(f"{{{name}}}" in prompt for prompt in drawn), name
-    assert len(set(drawn)) > 1200 and drawn.count("<user>") in range(200, 400)
+    for kind in set(distill.KINDS) - {"asked"}:
+        drawn = [distill.draw_prompt(rng, stock, kind) for _ in range(300)]
+        for name in ("topic", "Topic", "other", "Other", "task", "item", "text", "a", "b", "c"):
+            assert not any(f"{{{name}}}" in prompt for prompt in drawn), (kind, name)
+        assert len(set(drawn)) > 80
 
 
 def test_frequent_tokens_are_the_most_frequent_and_the_special_ones():
