@@ -248,7 +248,7 @@ def test_prompts_are_of_many_kinds_and_leave_no_blank():
         drawn = [distill.draw_prompt(rng, stock, kind) for _ in range(300)]
         for name in ("topic", "Topic", "other", "Other", "task", "item", "text", "a", "b", "c"):
             assert not any(f"{{{name}}}" in prompt for prompt in drawn), (kind, name)
-        assert len(set(drawn)) > 80
+        assert len(set(drawn)) > 40, kind
 
 
 def test_frequent_tokens_are_the_most_frequent_and_the_special_ones():
