@@ -100,6 +100,7 @@ class DecodeStats:
     accepted_histogram: list[int] = field(default_factory=list)  # [i]: rounds that accepted i drafts
     drafted_histogram: list[int] = field(default_factory=list)
     exit_histogram: dict[int, int] = field(default_factory=dict)  # {layers that ran before the exit: tokens}
+    reasons: dict[str, int] = field(default_factory=dict)  # {why a round drafted as it did: rounds}, of speculation
     layer_passes: int = 0  # layers run, drafting by exits and flushes included, however many rows rode along
     audited: int = 0  # exited tokens that the full head judged later
     audit_disagreed: int = 0
@@ -223,6 +224,7 @@ class Sampler:
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(len(histories), self.vocab_size, dtype=torch.bool, device=device)
         self.coupled = coupled
+        self.judge_drafts(None)
         self.law = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         unknown = [i for i in sampling.logit_bias if i >= config.n_vocab_used]
         if unknown:
@@ -282,6 +284,23 @@ class Sampler:
         Returns tokens (B,) and the law they were drawn from as processed logits (B, V), None where it is one-hot. Under the
         coupled rule the draft races with the noise that the target will use there.
         """
+        tokens, law = self._draft(rows, logits, drafted)
+        if self.worth is not None:
+            sure = kernels.confidence(logits if law is None else law).tolist()
+            for row, confidence in zip(rows, sure):
+                self.confidences.setdefault(row, []).append(confidence)
+        return tokens, law
+
+    def judge_drafts(self, worth) -> None:
+        """Before a round's drafts: worth(rows, confidences) says whether another is wanted; None: always."""
+        self.worth, self.confidences = worth, {}
+
+    def more(self, rows) -> bool:
+        """Whether rows should draft on. It looks at the laws of the drafts before, never at what will be drawn next, so that
+        sampling stays lossless."""
+        return self.worth is None or self.worth(rows, [list(x) for x in zip(*(self.confidences[row] for row in rows))])
+
+    def _draft(self, rows, logits, drafted):
         logits = kernels.fit_vocabulary(logits.to(self.device), self.vocab_size)
         n_before = drafted.shape[1]
         if self.seen is not None or self.bias is not None:

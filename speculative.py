@@ -14,22 +14,24 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
 import kernels
+from auto import DraftLength, Plan
 from checkpoint import load_draft_head
 from decode import PREFILL_CHUNK, Batch, Block, Generation, SamplingParams, pack, read_tokens, run_loop
 from early_exit import Depths, check_confidence, check_thresholds, last_rows, pad
 from model import GPT, DraftHead, KVCache
 from rounds import Drafting, Rounds, RoundStep, runs_alone
 
-MAX_AUTO_DRAFT = 8
-
 
 class ModelDrafter:
     """A smaller model with the same tokens proposes; it has its own cache and reads what was committed."""
+
+    dynamic = True  # asks sampler.more between drafts
 
     def __init__(self, model: GPT):
         self.model, self.capacity = model, model.config.block_size
@@ -73,7 +75,10 @@ class ModelDrafter:
             tokens, law = sampler.draft(live, self.model.logits(x), drafted)
             drafted = torch.cat((drafted, tokens[:, None]), 1)
             laws.append(law)
-        for row, tokens, k in zip(live, drafted.tolist(), (k for k in room if k > 0)):
+            if not sampler.more(live):
+                break
+        n = n.clamp(max=drafted.shape[1])
+        for row, tokens, k in zip(live, drafted.tolist(), (k for k in n.tolist() if k > 0)):
             self.held[row] = len(self.tokens[row])
             self.fed[row] = tokens[: k - 1]
         logits = None if laws[0] is None else torch.stack(laws, 1)
@@ -134,16 +139,25 @@ class NGramDrafter:
         self.seen: list[dict[tuple, int]] = [{} for _ in prompts]  # n-gram -> index of the token that followed it last
         self.commit(range(len(prompts)), prompts, None)
 
+    def match(self, row: int) -> tuple[int, int]:
+        """Length of the longest suffix that was there before, 0 where none was, and the index of what followed it."""
+        tokens, seen = self.tokens[row], self.seen[row]
+        for n in range(min(self.max_ngram, len(tokens)), 0, -1):
+            follows = seen.get(tuple(tokens[-n:]))
+            if follows is not None:
+                return n, follows
+        return 0, 0
+
+    def plans(self, rows: list[int]) -> list[Plan]:
+        lengths = [self.match(row)[0] for row in rows]
+        return [Plan("n-gram", [(0, n) if n else None for n in lengths])]  # the longer, the surer
+
     def propose(self, rows: list[int], max_k: int, sampler):
         drafts = []
         for row in rows:
-            tokens, seen = self.tokens[row], self.seen[row]
-            follows = None
-            for n in range(min(self.max_ngram, len(tokens)), 0, -1):
-                follows = seen.get(tuple(tokens[-n:]))
-                if follows is not None:
-                    break
-            if follows is None:
+            tokens = self.tokens[row]
+            n, follows = self.match(row)
+            if n == 0:
                 drafts.append([])
                 continue
             copied = tokens[follows : follows + max_k]
@@ -170,6 +184,8 @@ class ExitDrafter:
     decided on the law and never on the token drawn from it, which keeps sampling lossless. Shares the target's cache: drafted
     rows are parked, and verification runs only the layers above on them.
     """
+
+    dynamic = True  # asks sampler.more between drafts
 
     def __init__(self, model: GPT, exit_layer, threshold: float = 0.5, confidence: str = "max_prob"):
         self.exit_layers = (exit_layer,) if isinstance(exit_layer, int) else tuple(exit_layer)
@@ -217,8 +233,10 @@ class ExitDrafter:
             drafted = torch.cat((drafted, tokens[:, None]), 1)
             last = tokens[:, None].tolist()
             laws.append(law)
+            if not sampler.more(rows):
+                break
         logits = None if not laws or laws[0] is None else torch.stack(laws, 1)
-        return drafted, logits, torch.tensor(n, device=sampler.device)
+        return drafted, logits, torch.tensor(n, device=sampler.device).clamp(max=drafted.shape[1])
 
     def commit(self, rows: list[int], tokens: list[list[int]], hidden) -> None:
         pass
@@ -243,6 +261,8 @@ class HeadDrafter:
     """
 
     wants_hidden = True
+
+    dynamic = True  # asks sampler.more between drafts
 
     def __init__(self, model: GPT, path, quantize: str | None = None):
         self.model = model
@@ -284,6 +304,9 @@ class HeadDrafter:
             tokens, law = sampler.draft(live, self.head.logits(x), drafted)
             drafted = torch.cat((drafted, tokens[:, None]), 1)
             laws.append(law)
+            if not sampler.more(live):
+                break
+        n = n.clamp(max=drafted.shape[1])
         logits = None if laws[0] is None else torch.stack(laws, 1)
         if len(live) == len(rows):
             return drafted, logits, n
@@ -313,40 +336,87 @@ class HeadDrafter:
             self.hidden[row].append(x)
 
 
-class DraftLength:
-    """The number of drafts to ask for, per row: fixed, or "auto".
+class ChainDrafter:
+    """Several drafters: for each row drafts the first that has something to offer, such as n-grams before a model.
 
-    auto is a simple rule: two more after full acceptance, one more than was accepted after a rejection, none when nothing is
-    accepted twice running; from there one draft is tried again after 4, 8, .. 64 plain rounds.
+    With automatic lengths the measured times and acceptances decide each round who of them drafts at all.
     """
 
-    def __init__(self, draft_len: int | str, n_rows: int):
-        self.fixed = None if draft_len == "auto" else draft_len
-        self.k, self.misses, self.wait, self.patience = [2] * n_rows, [0] * n_rows, [0] * n_rows, [4] * n_rows
+    def __init__(self, *drafters):
+        if not drafters:
+            raise ValueError("drafters are none: give at least one")
+        self.drafters = drafters
+        self.wants_hidden = any(getattr(drafter, "wants_hidden", False) for drafter in drafters)
+        self.prior = max(getattr(drafter, "prior", 0.6) for drafter in drafters)
 
-    def ask(self, row: int) -> int:
-        if self.fixed is not None:
-            return self.fixed
-        if self.k[row] == 0:
-            self.wait[row] -= 1
-            return 1 if self.wait[row] < 0 else 0
-        return self.k[row]
+    def check_target(self, target: GPT) -> None:
+        for drafter in self.drafters:
+            if hasattr(drafter, "check_target"):
+                drafter.check_target(target)
 
-    def learn(self, row: int, n_drafted: int, n_accepted: int) -> None:
-        if self.fixed is not None or n_drafted == 0:
-            return
-        if n_accepted == 0:
-            self.misses[row] += 1
-            if self.k[row] == 0 or self.misses[row] >= 2:
-                self.k[row], self.wait[row] = 0, self.patience[row]
-                self.patience[row] = min(2 * self.patience[row], 64)
-            else:
-                self.k[row] = 1
-            return
-        self.misses[row], self.patience[row] = 0, 4
-        self.k[row] = min(
-            max(self.k[row], n_drafted) + 2 if n_accepted == n_drafted else n_accepted + 1, MAX_AUTO_DRAFT
-        )
+    def attach(self, batch: Batch) -> Depths | None:
+        found = [drafter.attach(batch) for drafter in self.drafters if hasattr(drafter, "attach")]
+        shared = [depths for depths in found if depths]
+        if len(shared) > 1:
+            raise ValueError("drafters share the target's cache: at most one of them can")
+        return shared[0] if shared else None
+
+    def reset(self, prompts: list[list[int]]) -> None:
+        for drafter in self.drafters:
+            drafter.reset(prompts)
+
+    def plans(self, rows: list[int]) -> list[Plan]:
+        """Each drafter alone, then all of them one behind another."""
+        alone = []
+        for part, drafter in enumerate(self.drafters):
+            (plan,) = plans_of(drafter, rows)
+            offers = [offer and (part, offer[1]) for offer in plan.offers]
+            alone.append(plan._replace(offers=offers))
+        if len(alone) == 1:
+            return alone
+        joined = [next(filter(None, offers), None) for offers in zip(*(plan.offers for plan in alone))]
+        parts = {offer[0] for offer in joined if offer}
+        if len(parts) < 2:  # one of them drafts for all
+            return [plan for part, plan in enumerate(alone) if part not in parts] + [alone[p] for p in parts]
+        name = ", then ".join(alone[part].name for part in sorted(parts))
+        return [*alone, Plan(name, joined, any(plan.dynamic for plan in alone))]
+
+    def follow(self, offers: dict[int, tuple | None]) -> None:
+        self.part = {row: offer[0] for row, offer in offers.items() if offer}
+
+    def propose(self, rows: list[int], max_k: int, sampler):
+        parts = {}
+        for part in sorted(set(self.part.values())):
+            where = [i for i, row in enumerate(rows) if self.part.get(row) == part]
+            if where:
+                parts[part] = where, *self.drafters[part].propose([rows[i] for i in where], max_k, sampler)
+        width = max((tokens.shape[1] for _, tokens, _, _ in parts.values()), default=0)
+        drafted = torch.zeros(len(rows), width, dtype=torch.int64, device=sampler.device)
+        n = torch.zeros(len(rows), dtype=torch.int64, device=sampler.device)
+        laws = None
+        for where, tokens, law, count in parts.values():
+            drafted[where, : tokens.shape[1]] = tokens.to(drafted)
+            n[where] = torch.as_tensor(count, device=n.device)
+            if law is not None:
+                if laws is None:
+                    laws = law.new_full((len(rows), width, law.shape[2]), -torch.inf)
+                laws[where, : law.shape[1]] = law
+        if laws is not None:  # a copied draft is certain
+            copied = [i for where, _, law, _ in parts.values() if law is None for i in where]
+            laws[copied] = laws[copied].scatter(2, drafted[copied][..., None], 0.0)
+        return drafted, laws, n
+
+    def commit(self, rows: list[int], tokens: list[list[int]], hidden) -> None:
+        for drafter in self.drafters:
+            drafter.commit(rows, tokens, hidden)
+
+
+def plans_of(drafter, rows: list[int]) -> list[Plan]:
+    """What a drafter may do for the next round; one that says nothing drafts for all rows, with no hint."""
+    if hasattr(drafter, "plans"):
+        return drafter.plans(rows)
+    name = getattr(drafter, "name", type(drafter).__name__)
+    return [Plan(name, [(0, None)] * len(rows), getattr(drafter, "dynamic", False))]
 
 
 class SpeculativeStep:
@@ -357,7 +427,7 @@ class SpeculativeStep:
         self.wants_hidden = getattr(drafter, "wants_hidden", False)
 
     def start(self, batch: Batch) -> None:
-        self.lengths = DraftLength(self.draft_len, len(batch.tokens))
+        self.lengths = DraftLength(self.draft_len, len(batch.tokens), getattr(self.drafter, "prior", 0.6))
         attach = getattr(self.drafter, "attach", None)  # a drafter that shares the target's pass brings its own Depths
         self.depths = (attach(batch) if attach else None) or Depths(batch, ())
         self.drafter.reset([list(tokens) for tokens in batch.tokens])
@@ -370,7 +440,8 @@ class SpeculativeStep:
         3. accept
         """
         began = time.perf_counter()
-        asked = [0 if plain else max(0, min(self.lengths.ask(row), batch.room(row) - 1)) for row in rows]
+        wanted = [0] * len(rows) if plain else self.lengths.ask(rows, plans_of(self.drafter, rows))
+        asked = [max(0, min(k, batch.room(row) - 1)) for row, k in zip(rows, wanted)]
         drafts, draft_logits, n_drafted = self._draft(batch, rows, asked)
         drafted_at = time.perf_counter()
         ids = [list(tokens[:n]) for tokens, n in zip(drafts.tolist(), n_drafted)]
@@ -389,10 +460,13 @@ class SpeculativeStep:
         for i, row in enumerate(rows):
             passes = self.depths.take_passes(row)
             blocks.append(batch.judged(row, tokens[i], log_probs[i], n_accepted[i], n_drafted[i], passes))
-            self.lengths.learn(row, n_drafted[i], n_accepted[i])
             stats = batch.generations[row].stats
             stats.draft_seconds += drafted_at - began
             stats.verify_seconds += verified_at - drafted_at
+            why = "kill switch" if plain else "no room" if wanted[i] > asked[i] == 0 else self.lengths.reason
+            stats.reasons[why] = stats.reasons.get(why, 0) + 1
+        times = drafted_at - began, verified_at - drafted_at
+        self.lengths.learn(rows, n_drafted, n_accepted, *times, batch.sampler.confidences)
         return blocks
 
     def _draft(self, batch: Batch, rows: list[int], asked: list[int]):
@@ -401,6 +475,9 @@ class SpeculativeStep:
         if not where:
             return torch.zeros(len(rows), 0, dtype=torch.int64, device=batch.model.device), None, [0] * len(rows)
         max_k, n_vocab = max(asked), batch.model.config.n_vocab_used
+        if hasattr(self.drafter, "follow"):
+            self.drafter.follow(dict(zip(rows, self.lengths.plan.offers)))
+        batch.sampler.judge_drafts(self.lengths.more if self.lengths.fixed is None else None)
         tokens, logits, n = self.drafter.propose([rows[i] for i in where], max_k, batch.sampler)
         device = batch.model.device
         tokens = tokens.to(device, torch.int64)
@@ -447,7 +524,9 @@ class SpeculativeRounds(RoundStep):
         self.drafter, self.draft_len = drafter, draft_len
 
     def begin(self, batch: Batch) -> Rounds:
-        self.lengths = DraftLength(self.draft_len, len(batch.tokens))
+        prior = getattr(self.drafter, "prior", 0.6)
+        self.lengths = DraftLength(self.draft_len, len(batch.tokens), prior, self.WIDTHS)
+        self.whys: deque[str] = deque()  # of the rounds in flight
         self.drafter.attach(batch)
         self.drafter.reset(batch.tokens)
         rounds = Rounds(batch, self.drafter.drafting())
@@ -456,12 +535,13 @@ class SpeculativeRounds(RoundStep):
         for width in self.WIDTHS if self.draft_len == "auto" else (self.draft_len,):
             rounds.prepare(width)
         self.asked = [0] * len(batch.tokens)
+        self.read_at = time.perf_counter()
         return rounds
 
     def launch(self, batch: Batch, rows: list[int], plain: bool) -> None:
         asked = [0] * len(batch.tokens)
-        for row in () if plain else rows:
-            asked[row] = self.lengths.ask(row)
+        for row, k in () if plain else zip(rows, self.lengths.ask(rows)):
+            asked[row] = k
         width = max(asked)
         if width and self.behind:
             if self.rounds.in_flight:  # it is not known yet what the drafter missed
@@ -473,12 +553,19 @@ class SpeculativeRounds(RoundStep):
         self.behind = self.apart and width == 0
         if width and self.draft_len == "auto":
             width = min(w for w in self.WIDTHS if w >= width)
+        self.whys.append("kill switch" if plain else self.lengths.reason)
         self.rounds.launch(width)
 
     def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
         blocks = super().__call__(batch, rows, plain)
-        for row, block in zip(rows, blocks):
-            self.lengths.learn(row, block.n_drafted, block.sources.count("draft"))
+        began, self.read_at = self.read_at, time.perf_counter()
+        accepted = [block.sources.count("draft") for block in blocks]
+        # what of the time was drafting no host sees
+        self.lengths.learn(rows, [block.n_drafted for block in blocks], accepted, 0.0, self.read_at - began)
+        why = self.whys.popleft()
+        for row in rows:
+            reasons = batch.generations[row].stats.reasons
+            reasons[why] = reasons.get(why, 0) + 1
             if self.width > 0 and self.apart and len(batch.tokens[row]) > self.drafter.capacity and batch.room(row) > 1:
                 self.drafter.warn_full()
         return blocks

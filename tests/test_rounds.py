@@ -203,9 +203,10 @@ def test_the_kill_switch_reaches_segments_at_once(monkeypatch, kv_fill):
 def test_rows_may_ask_for_fewer_drafts_than_the_round_is_wide(monkeypatch):
     model, n_asked = tiny_model(), {}
 
-    def ask(self, row):
-        n_asked[row] = n_asked.get(row, -1) + 1
-        return (3, 0, 1, 2)[(row + n_asked[row]) % 4]
+    def ask(self, rows, plans=None):
+        for row in rows:
+            n_asked[row] = n_asked.get(row, -1) + 1
+        return [(3, 0, 1, 2)[(row + n_asked[row]) % 4] for row in rows]
 
     monkeypatch.setattr(speculative.DraftLength, "ask", ask)
     prompts = [*PROMPTS, *PROMPTS[:2]]  # with that many rows no round is without drafts before one of them has ended

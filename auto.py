@@ -1,0 +1,226 @@
+"""How many drafts a round is worth, learnt while decoding, and never much slower than plain decoding.
+
+    expected tokens of a round     1 + a1 + a1 a2 + ..      a: chance that the draft at a place is accepted, per row
+    its cost                       c(k) seconds             of k drafts and a pass of k + 1 rows, as measured lately
+    the choice                     drafter and k that give the most tokens a second; k = 0 is plain decoding
+    inside a round                 one more draft while the chance that all before it hold, times its own, is worth its cost
+
+An account per row makes it safe: whatever a round may lose against plain decoding, at worst all of its drafts, must fit into
+what the row has gained so far plus PRICE of its plain time plus GRACE tokens. Trials of a drafter that does not pay live on
+the same account.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Hashable
+from typing import NamedTuple
+
+MAX_DRAFT = 8  # drafts a round that "auto" may ask for
+PRICE = 0.03  # share of plain decoding's time that trials may cost
+GRACE = 5.0  # tokens' time that they may cost beside, per row
+MEMORY = 0.9  # weight of what was seen a round earlier; where another drafter drafted: SLOWLY
+SLOWLY = 0.995
+BELIEF = 2.0  # judged drafts that the first guess of an acceptance counts for
+KEPT = 7  # measured rounds of each length that its cost is the median of
+FRESH = 64  # rounds after which what was measured is old: the context has grown
+BINS = 5  # of the drafter's confidence
+
+
+class Plan(NamedTuple):
+    """One way to draft: which part of a drafter drafts for each row, None where none can, and what it knows beforehand.
+
+    Acceptance is learnt apart for each (part, hint), such as the length of an n-gram that matched; the time by the last part
+    in use, the dearest.
+    """
+
+    name: str
+    offers: list[tuple[int, Hashable] | None]  # of each row
+    dynamic: bool = False  # it asks sampler.more between drafts, and may stop before the number it was given
+
+
+class Costs:
+    """Seconds of a round by its number of drafts: medians of what was measured lately, lines between and beyond."""
+
+    def __init__(self):
+        self.drafting: dict[int, dict[int, deque[float]]] = {}  # by part
+        self.verifying: dict[int, deque[float]] = {}
+        self.measured: dict[int, int] = {}  # in which round
+
+    def learn(self, part: int, k: int, draft_seconds: float, verify_seconds: float, now: int) -> None:
+        if k:
+            self.drafting.setdefault(part, {}).setdefault(k, deque(maxlen=KEPT)).append(draft_seconds)
+        self.verifying.setdefault(k, deque(maxlen=KEPT)).append(verify_seconds)
+        self.measured[k] = now
+        for old in [k for k, when in self.measured.items() if now - when > 4 * FRESH]:
+            del self.measured[old], self.verifying[old]
+            for kept in self.drafting.values():
+                kept.pop(old, None)
+
+    def __call__(self, part: int, k: int) -> float:
+        if k == 0:
+            return self.plain
+        drafting = {0: [0.0], **self.drafting.get(part, {})}
+        return _on_line(drafting, k, slope=0.05 * self.plain) + _on_line(self.verifying, k, slope=0.0)
+
+    @property
+    def plain(self) -> float:
+        return _on_line(self.verifying, 0, slope=0.0)
+
+
+def _on_line(kept: dict[int, deque[float]], k: int, slope: float) -> float:
+    """At k, or on the line through the measured neighbours; where there is one alone, with a slope to begin with."""
+    if k in kept:
+        return _median(kept[k])
+    near = sorted(sorted(kept, key=lambda i: abs(i - k))[:2])
+    first, last = near[0], near[-1]
+    low, high = _median(kept[first]), _median(kept[last])
+    rise = (high - low) / (last - first) if first != last else slope
+    return max(low + rise * (k - first), 0.0)
+
+
+def _median(values) -> float:
+    return sorted(values)[(len(values) - 1) // 2]  # of two the smaller: a first round also warms up
+
+
+class Acceptance:
+    """Chance that the draft at each place is accepted, of one row with one drafter: (judged, accepted), older ones fading.
+
+    By place, and where the drafter says how sure it is by that: `prior` is what either starts from.
+    """
+
+    def __init__(self, prior: float):
+        self.prior = prior
+        self.places = [[0.0, 0.0] for _ in range(MAX_DRAFT)]
+        self.bins = [[0.0, 0.0] for _ in range(BINS)]
+
+    def at(self, place: int) -> float:
+        """What is not known of a place is taken from the places before it."""
+        guess = self.prior
+        for judged, accepted in self.places[: place + 1]:
+            guess = (accepted + BELIEF * guess) / (judged + BELIEF)
+        return guess
+
+    def expected(self, k: int) -> float:
+        """Tokens of a round with k drafts."""
+        total = chance = 1.0
+        for place in range(k):
+            chance *= self.at(place)
+            total += chance
+        return total
+
+    def of(self, confidence: float) -> float:
+        judged, accepted = self.bins[_bin(confidence)]
+        return (accepted + BELIEF * confidence) / (judged + BELIEF)
+
+    def fade(self, share: float) -> None:
+        for seen in (*self.places, *self.bins):
+            seen[0], seen[1] = share * seen[0], share * seen[1]
+
+    def learn(self, n_drafted: int, n_accepted: int, confidences: list[float]) -> None:
+        for place in range(min(n_accepted + 1, n_drafted)):
+            bins = [self.bins[_bin(confidences[place])]] if confidences else []
+            for seen in (self.places[min(place, MAX_DRAFT - 1)], *bins):
+                seen[0] += 1
+                seen[1] += place < n_accepted
+
+
+def _bin(confidence: float) -> int:
+    return min(int(confidence * BINS), BINS - 1)
+
+
+class DraftLength:
+    """The number of drafts to ask for: fixed, or "auto"; one number for all rows of a round, which share its cost.
+
+    prior: the chance of acceptance to start from. lengths: what may be asked for. Rounds go ask, more .., learn.
+    """
+
+    def __init__(self, draft_len: int | str, n_rows: int, prior: float = 0.6, lengths=range(MAX_DRAFT + 1)):
+        self.fixed = None if draft_len == "auto" else draft_len
+        self.prior, self.lengths = prior, sorted({0, *lengths})
+        self.acceptance: list[dict[tuple[int, Hashable], Acceptance]] = [{} for _ in range(n_rows)]
+        self.account = [0.0] * n_rows  # seconds lost against plain decoding, gains taken off
+        self.tokens = [0] * n_rows
+        self.costs, self.n_rows, self.round = Costs(), n_rows, 0
+        self.plan, self.reason = Plan("", [(0, None)] * n_rows), "fixed"
+
+    def ask(self, rows: list[int], plans: list[Plan] | None = None) -> list[int]:
+        """Drafts for the next round of each row; `plan` and `reason` then say how they are to be made, and why. A fixed number
+        follows the last plan."""
+        plans = plans or [Plan("", [(0, None)] * len(rows))]
+        if self.fixed is not None:
+            self.plan = plans[-1]
+            return [self.fixed] * len(rows)
+        k, self.plan, self.reason = self._choose(rows, plans)
+        return [k] * len(rows)
+
+    def _choose(self, rows: list[int], plans: list[Plan]) -> tuple[int, Plan, str]:
+        if len(rows) != self.n_rows:  # a pass of fewer rows has other costs
+            self.costs, self.n_rows = Costs(), len(rows)
+        self.round += 1
+        costs, nothing = self.costs, plans[-1]
+        if len(costs.verifying.get(0, ())) < 2:
+            return 0, nothing, "measure"
+        plain_rate = len(rows) / costs.plain
+        rates = {(i, k): self.rate(rows, plan, k) for i, plan in enumerate(plans) for k in self.lengths if k}
+        (i, k), best = max(rates.items(), key=lambda item: item[1])
+        plan = plans[i]
+        if not any(plan.offers):
+            return 0, plan, "nothing to draft"
+        self.best_rate = max(best, plain_rate)
+        if best <= plain_rate:
+            k = next(k for k in self.lengths if k)
+            return (k, plan, "probe") if self.affords(rows, plan, k, grace=0.0) else (0, plan, "not worth it")
+        # a plain round costs what drafting would have gained: the less that is, the oftener the comparison is made
+        if self.round - costs.measured[0] > min(8 + 100 * (best / plain_rate - 1), FRESH):
+            return 0, plan, "measure"
+        wanted = self.lengths[-1] if plan.dynamic else k
+        k = max(k for k in self.lengths if k <= wanted and (k == 0 or self.affords(rows, plan, k, GRACE)))
+        return (k, plan, "worth it") if k else (0, plan, "not affordable")
+
+    def of(self, row: int, offer: tuple[int, Hashable]) -> Acceptance:
+        return self.acceptance[row].setdefault(offer, Acceptance(self.prior))
+
+    def rate(self, rows: list[int], plan: Plan, k: int) -> float:
+        """Expected tokens a second."""
+        tokens = sum(self.of(row, offer).expected(k) if offer else 1.0 for row, offer in zip(rows, plan.offers))
+        return tokens / max(self.costs(self.part(plan), k), 1e-9)
+
+    @staticmethod
+    def part(plan: Plan) -> int:
+        return max((offer[0] for offer in plan.offers if offer), default=0)
+
+    def affords(self, rows: list[int], plan: Plan, k: int, grace: float) -> bool:
+        """Whether every row can pay for a round whose drafts all fall."""
+        plain = self.costs.plain
+        loss = self.costs(self.part(plan), k) - plain
+        return all(self.account[row] + loss <= (PRICE * self.tokens[row] + grace) * plain for row in rows)
+
+    def more(self, rows: list[int], confidences: list[list[float]]) -> bool:
+        """Whether another draft is worth its cost; confidences of the drafts of this round so far, (rows,) each."""
+        n, part, gain = len(confidences), self.part(self.plan), 0.0
+        for i, row in enumerate(rows):
+            seen = self.of(row, (part, None))
+            chance = math.prod(seen.of(sure[i]) for sure in confidences)
+            gain += chance * seen.at(min(n, MAX_DRAFT - 1))
+        return gain >= self.best_rate * (self.costs(part, n + 1) - self.costs(part, n))
+
+    def learn(
+        self, rows: list[int], n_drafted: list[int], n_accepted: list[int], draft_seconds: float, verify_seconds: float,
+        confidences: dict[int, list[float]] | None = None,
+    ) -> None:  # fmt: skip
+        """What came of a round: per row how many were drafted and accepted, how sure the drafter was of each, both times."""
+        if self.fixed is not None:
+            return
+        k, offers = max(n_drafted), dict(zip(rows, self.plan.offers))
+        self.costs.learn(self.part(self.plan), k, draft_seconds, verify_seconds, self.round)
+        plain = self.costs.plain
+        for row, drafted, accepted in zip(rows, n_drafted, n_accepted):
+            self.tokens[row] += accepted + 1
+            if k:
+                self.account[row] += draft_seconds + verify_seconds - (accepted + 1) * plain
+            for offer, acceptance in self.acceptance[row].items():
+                acceptance.fade(MEMORY if drafted and offer == offers[row] else SLOWLY)
+            if drafted:
+                self.of(row, offers[row] or (0, None)).learn(drafted, accepted, (confidences or {}).get(row, []))

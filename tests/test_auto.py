@@ -1,0 +1,310 @@
+"""auto.py: how many drafts pay, on a clock of its own, and the promise that it is never much slower than plain decoding."""
+
+import random
+from statistics import mean
+
+import numpy as np
+import pytest
+import torch
+from helpers import Tables, chi_square_p, sample_size, tiny_model
+
+import auto
+import speculative
+from auto import Acceptance, Costs, DraftLength, Plan
+from decode import SamplingParams, generate
+from distill import new_draft_head
+from early_exit import Depths
+from speculative import ChainDrafter, ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_generate
+
+CHANCES = {
+    "random": lambda rng, t, n: rng.random() < 0.02,
+    "perfect": lambda rng, t, n: True,
+    "0.8": lambda rng, t, n: rng.random() < 0.8,
+    "0.6": lambda rng, t, n: rng.random() < 0.6,
+    "0.4": lambda rng, t, n: rng.random() < 0.4,
+    "perfect, then random": lambda rng, t, n: t < n / 2 or rng.random() < 0.02,
+    "random, then perfect": lambda rng, t, n: t >= n / 2 or rng.random() < 0.02,
+    "in bursts": lambda rng, t, n: rng.random() < (0.9 if t // 40 % 2 else 0.1),
+}
+PRICES = [(0.02, 0.01), (0.1, 0.05), (0.25, 0.0), (0.25, 0.1), (0.6, 0.3)]  # of a draft, and of a row more to verify
+
+
+def decode(draft_len, accepted, n_tokens, price, n_rows=1, seed=0, noise=0.05, growth=0.0):
+    """Virtual seconds until each row has its tokens; a plain round takes one, growth more per token of context."""
+    rng, lengths, rows = random.Random(seed), DraftLength(draft_len, n_rows), range(n_rows)
+    done, seconds, ends = [0] * n_rows, 0.0, [0.0] * n_rows
+    while True:
+        rows = [row for row in rows if done[row] < n_tokens]
+        if not rows:
+            return ends
+        asked = [min(k, n_tokens - done[row] - 1) for row, k in zip(rows, lengths.ask(rows))]
+        n_accepted = []
+        for row, k in zip(rows, asked):
+            n = 0
+            while n < k and accepted(rng, done[row] + n, n_tokens):
+                n += 1
+            n_accepted.append(n)
+        scale = 1 + growth * max(done)
+        drafting = max(asked) * price[0] * rng.lognormvariate(0, noise)
+        verifying = scale * (1 + price[1] * max(asked)) * rng.lognormvariate(0, noise)
+        lengths.learn(rows, asked, n_accepted, drafting, verifying)
+        seconds += drafting + verifying
+        for row, n in zip(rows, n_accepted):
+            done[row] += n + 1
+            ends[row] = seconds
+
+
+@pytest.mark.parametrize("price", PRICES)
+@pytest.mark.parametrize("name", CHANCES)
+def test_never_5_percent_and_8_tokens_slower_than_plain_and_95_percent_of_the_best_length(name, price):
+    """On a noisy clock; the second with two plain rounds more, which measure what plain decoding costs."""
+    for n_tokens, n_seeds in ((60, 8), (600, 4)):
+        taken = [decode("auto", CHANCES[name], n_tokens, price, seed=seed)[0] for seed in range(n_seeds)]
+        assert max(taken) <= 1.05 * n_tokens + 8
+        fixed = [
+            mean(decode(k, CHANCES[name], n_tokens, price, seed=seed)[0] for seed in range(n_seeds)) for k in range(9)
+        ]
+        assert mean(taken) <= min(fixed) / 0.95 + (2 if n_tokens > 60 else 5)
+
+
+@pytest.mark.parametrize("name", ["random", "0.6", "perfect, then random"])
+def test_the_promise_holds_for_every_row_of_a_batch_and_where_the_context_grows(name):
+    for n_rows, growth in ((4, 0.0), (1, 0.002), (3, 0.002)):
+        plain = decode(0, CHANCES[name], 400, (0.2, 0.05), n_rows, noise=0.0, growth=growth)[0]
+        taken = decode("auto", CHANCES[name], 400, (0.2, 0.05), n_rows, noise=0.02, growth=growth)
+        assert max(taken) <= 1.05 * plain + 8 * plain / 400
+
+
+def test_costs_are_medians_and_lines_between_them():
+    costs = Costs()
+    for seconds in (9.0, 1.0, 1.2):
+        costs.learn(0, 0, 0.0, seconds, now=1)
+    assert costs(0, 0) == costs.plain == 1.2
+    costs.learn(0, 4, 0.8, 1.6, now=1)
+    assert costs(0, 4) == pytest.approx(2.4)
+    assert costs(0, 2) == pytest.approx(0.4 + 1.4) and costs(0, 8) == pytest.approx(1.6 + 2.0)
+    assert costs(1, 4) == pytest.approx(0.05 * 1.2 * 4 + 1.6)  # a part that has not drafted yet
+    costs.learn(0, 0, 0.0, 1.0, now=4 * auto.FRESH + 2)
+    assert costs(0, 4) == pytest.approx(0.05 * 4 * costs.plain + costs.plain)  # what was measured long ago is forgotten
+
+
+def test_acceptance_is_learnt_by_place_by_hint_and_by_confidence():
+    seen = Acceptance(0.5)
+    assert [seen.at(i) for i in range(3)] == [0.5] * 3 and seen.expected(2) == 1.75
+    for _ in range(30):
+        seen.fade(auto.MEMORY)
+        seen.learn(3, 1, [0.9, 0.3, 0.1])  # the third was never judged
+    assert seen.at(0) > 0.9 and seen.at(1) < 0.2 and seen.at(1) == seen.at(2)
+    assert seen.of(0.95) > 0.9 and seen.of(0.3) < 0.2 and seen.of(0.15) == pytest.approx(0.15)
+    lengths = DraftLength("auto", 2)
+    for hint, n_accepted in ((4, 2), (1, 0)) * 20:
+        lengths.ask([0], [Plan("n-gram", [(0, hint)])])
+        lengths.learn([0], [2], [n_accepted], 0.0, 1.0)
+    assert lengths.of(0, (0, 4)).at(0) > 0.7 and lengths.of(0, (0, 1)).at(0) < 0.3
+    assert lengths.of(1, (0, 4)).at(0) == 0.6  # the other row has learnt nothing
+
+
+# ------------------------------------------------------------------------------------------------------ in the engine
+
+
+class Clock:
+    """Stands for the module time: a pass of the target takes 1 and 0.05 a draft, a draft 0.1."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.passes = 0.0, 0
+        deepen = Depths.deepen
+
+        def timed(depths, rows, arriving):
+            self.now += 1 + 0.05 * (max(map(len, arriving)) - 1)
+            self.passes += 1
+            return deepen(depths, rows, arriving)
+
+        monkeypatch.setattr(Depths, "deepen", timed)
+        monkeypatch.setattr(speculative, "time", self)
+
+    def perf_counter(self):
+        return self.now
+
+
+class Oracle:
+    """Knows the text, and proposes it, or nonsense where `wrong` says so."""
+
+    def __init__(self, texts, wrong, clock=None, cost=0.1):
+        self.texts, self.wrong, self.clock, self.cost = texts, wrong, clock, cost
+
+    def reset(self, prompts):
+        self.done = [len(prompt) for prompt in prompts]
+
+    def propose(self, rows, max_k, sampler):
+        drafts = []
+        for row in rows:
+            text, n = self.texts[row], self.done[row]
+            ahead = [*text[n : n + max_k], *[0] * max_k][:max_k]
+            drafts.append([(t + self.wrong(n + i)) % 24 for i, t in enumerate(ahead)])
+        if self.clock:
+            self.clock.now += self.cost * max_k
+        return torch.tensor(drafts), None, torch.full((len(rows),), max_k)
+
+    def commit(self, rows, tokens, hidden):
+        for row, new in zip(rows, tokens):
+            self.done[row] += len(new)
+
+
+@pytest.mark.parametrize("wrong", [lambda t: 0, lambda t: 1, lambda t: t > 100], ids=["perfect", "wrong", "half"])
+def test_the_engine_keeps_the_promise_and_the_text(wrong, monkeypatch):
+    model, prompts = tiny_model(block_size=256), [[1, 2], [3, 4, 5]]
+    for n_rows, sampling in ((1, SamplingParams(200, 0.0)), (2, SamplingParams(200, 0.8, seed=4))):
+        plain = generate(model, prompts[:n_rows], sampling)
+        with monkeypatch.context() as patch:
+            clock = Clock(patch)
+            texts = [prompt + out.tokens for prompt, out in zip(prompts, plain)]
+            oracle = Oracle(texts, wrong, clock)
+            outs = speculative_generate(model, oracle, prompts[:n_rows], sampling, "auto", "coupled")
+        assert [out.tokens for out in outs] == [out.tokens for out in plain]
+        assert clock.now <= 1.05 * 200 + 8
+        assert clock.now == pytest.approx(max(out.stats.draft_seconds + out.stats.verify_seconds for out in outs))
+        for out in outs:
+            assert sum(out.stats.reasons.values()) == out.stats.rounds
+        if not wrong(200):
+            assert clock.now < 75 and outs[0].stats.reasons["worth it"] > 15
+        elif wrong(0):
+            assert outs[0].stats.drafted < 60 and outs[0].stats.reasons["not worth it"] > 100
+
+
+def test_state_leaks_into_no_other_request(monkeypatch):
+    model, sampling = tiny_model(block_size=256), SamplingParams(100, 0.0)
+    plain = generate(model, [[1, 2]], sampling)[0].tokens
+    histograms = []
+    for wrong in (0, 1, 0):
+        with monkeypatch.context() as patch:
+            oracle = Oracle([[1, 2, *plain]], lambda t, w=wrong: w, Clock(patch))
+            out = speculative_generate(model, oracle, [[1, 2]], sampling, "auto")[0]
+        histograms.append(out.stats.drafted_histogram)
+    assert histograms[0] == histograms[2] != histograms[1]
+
+
+def test_a_chain_lets_the_first_draft_that_can_and_is_lossless():
+    """Rows of one batch are drafted for by different drafters, greedily and with laws, and drafters with caches keep up."""
+    model, small = tiny_model(seed=3), tiny_model(seed=2)
+    prompts = [[5, 6, 7] * 4, [1, 2, 3], [9] * 6]
+    for verify, sampling in (("rejection", SamplingParams(30, 0.0)), ("coupled", SamplingParams(30, 0.9, seed=3))):
+        plain = [out.tokens for out in generate(model, prompts, sampling)]
+        for drafter in (
+            ModelDrafter(small),
+            ExitDrafter(model, 2),
+            Oracle([p + t for p, t in zip(prompts, plain)], int),
+        ):
+            chain = ChainDrafter(NGramDrafter(), drafter)
+            for draft_len in (3, "auto"):
+                outs = speculative_generate(model, chain, prompts, sampling, draft_len, verify)
+                assert [out.tokens for out in outs] == plain
+    with pytest.raises(ValueError, match="at most one"):
+        speculative_generate(
+            model, ChainDrafter(ExitDrafter(model, 1), ExitDrafter(model, 2)), [[1]], SamplingParams(2)
+        )
+
+
+def test_a_chain_asks_each_drafter_for_the_rows_that_are_its_own():
+    asked = []
+
+    class Fixed:
+        def __init__(self, token, rows):
+            self.token, self.rows = token, rows
+
+        def plans(self, rows):
+            return [Plan(str(self.token), [(0, None) if row in self.rows else None for row in rows])]
+
+        def propose(self, rows, max_k, sampler):
+            asked.append((self.token, list(rows)))
+            law = torch.full((len(rows), max_k, 8), -torch.inf)
+            law[..., self.token] = 0.0
+            return torch.full((len(rows), max_k), self.token), law if self.token == 2 else None, [max_k] * len(rows)
+
+    class Here:
+        device = "cpu"
+
+    chain = ChainDrafter(Fixed(1, {0, 2}), Fixed(2, {0, 1}))
+    plans = chain.plans([0, 1, 2, 3])
+    assert [plan.name for plan in plans] == ["1", "2", "1, then 2"]
+    assert plans[-1].offers == [(0, None), (1, None), (0, None), None]
+    chain.follow(dict(zip([0, 1, 2, 3], plans[-1].offers)))
+    tokens, laws, n = chain.propose([0, 1, 2, 3], 2, Here)
+    assert asked == [(1, [0, 2]), (2, [1])] and n.tolist() == [2, 2, 2, 0]
+    assert tokens.tolist() == [[1, 1], [2, 2], [1, 1], [0, 0]]
+    assert laws.argmax(-1)[:3].tolist() == tokens[:3].tolist() and torch.equal(laws[:3].exp().sum(-1), torch.ones(3, 2))
+
+
+def test_the_better_of_two_drafters_is_found(monkeypatch):
+    """Whichever stands first, and where the good one turns bad half-way."""
+    model, sampling = tiny_model(block_size=256), SamplingParams(200, 0.0)
+    text = [1, 2, *generate(model, [[1, 2]], sampling)[0].tokens]
+    for first, second in ((0, 1), (1, 0)):
+        with monkeypatch.context() as patch:
+            clock = Clock(patch)
+            chain = ChainDrafter(*(Oracle([text], lambda t, w=w: w, clock) for w in (first, second)))
+            out = speculative_generate(model, chain, [[1, 2]], sampling, "auto")[0]
+        assert clock.now < 85 and out.stats.acceptance_rate > 0.85
+    with monkeypatch.context() as patch:
+        clock = Clock(patch)
+        chain = ChainDrafter(Oracle([text], lambda t: t > 100, clock), Oracle([text], lambda t: t <= 100, clock))
+        speculative_generate(model, chain, [[1, 2]], sampling, "auto")
+        assert clock.now < 110
+
+
+# ------------------------------------------------------------------------------------------------- stopping in a block
+
+
+class Dropping(ExitDrafter):
+    """The counter-example: it throws the draft away of which it was not sure."""
+
+    def propose(self, rows, max_k, sampler):
+        tokens, logits, _n = super().propose(rows, max_k, sampler)
+        chosen = logits.softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        return tokens, logits, (chosen >= 0.5).long().cumprod(-1).sum(-1)
+
+
+def test_stopping_by_the_law_of_the_last_draft_is_lossless(monkeypatch):
+    """Target (.5, .5) everywhere; the exit says (.9, .1) after a 0 and (.55, .45) after a 1, where drafting stops: on a
+    token that was drawn, but it is kept and judged. A drafter that drops it is caught. Joint law of three tokens."""
+
+    def table(law):
+        return torch.tensor(law, dtype=torch.float64).log().expand(2, 2, 2)
+
+    model = Tables(table([0.5, 0.5]), {1: table([[0.9, 0.1], [0.55, 0.45]])})
+    monkeypatch.setattr(DraftLength, "_choose", lambda self, rows, plans: (3, plans[-1], "worth it"))
+    lengths = []
+
+    def more(self, rows, confidences):
+        lengths.append(len(confidences))
+        return confidences[-1][0] >= 0.65
+
+    monkeypatch.setattr(DraftLength, "more", more)
+    n_rows = sample_size(8, total_variation=0.08)
+
+    def p_value(drafter):
+        counts = np.zeros((2, 2, 2))
+        for row in range(n_rows):  # one by one, or the first row would decide for all
+            out = speculative_generate(model, drafter, [[1, 0]], SamplingParams(4, seed=row), "auto")[0]
+            counts[tuple(out.tokens[:3])] += 1
+        return chi_square_p(counts, np.full((2, 2, 2), 1 / 8))
+
+    assert p_value(ExitDrafter(model, 1)) > 1e-6 and set(lengths) == {1, 2, 3}
+    assert p_value(Dropping(model, 1)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["model", "exit", "head"])
+def test_a_drafter_stops_where_the_next_draft_is_not_worth_its_cost(kind, monkeypatch):
+    """It stops behind the n-th draft, whatever was asked for; caches stay whole, the text too."""
+    model = tiny_model(seed=3)
+    drafter = {
+        "model": lambda: ModelDrafter(tiny_model(seed=2)),
+        "exit": lambda: ExitDrafter(model, 2),
+        "head": lambda: HeadDrafter(model, new_draft_head(model, range(2, 24), 0).to(model.dtype)),
+    }[kind]()
+    sampling = SamplingParams(30, 0.0)
+    plain = [out.tokens for out in generate(model, [[1, 2], [3, 4, 5]], sampling)]
+    monkeypatch.setattr(DraftLength, "_choose", lambda self, rows, plans: (6, plans[-1], "worth it"))
+    monkeypatch.setattr(DraftLength, "more", lambda self, rows, confidences: len(confidences) < 1 + len(rows))
+    outs = speculative_generate(model, drafter, [[1, 2], [3, 4, 5]], sampling, "auto")
+    assert [out.tokens for out in outs] == plain
+    assert all(len(out.stats.drafted_histogram) == 4 and out.stats.drafted_histogram[3] > 3 for out in outs)
