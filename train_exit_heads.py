@@ -748,7 +748,7 @@ def drafter_task(config: TrainConfig) -> Task:
         raise ValueError(f"--unroll is {n}: it must be below --block-size {size}")
     weights = {f"{kind}_{i}": share * 0.8**i for kind, share in
                (("kl", config.distill), ("loss", 1 - config.distill), ("agreement", 0.0)) for i in range(n)}  # fmt: skip
-    losses = Losses(functools.functools.partial(distill.draft_head_losses, n_steps=n), head, target)
+    losses = Losses(functools.partial(distill.draft_head_losses, n_steps=n), head, target)
 
     streams = (recording.tokens, recording.texts, recording.places(), recording.written)
 
