@@ -177,7 +177,7 @@ class DraftLength:
             return 0, plan, "measure"
         wanted = self.lengths[-1] if plan.dynamic else k
         k = max(k for k in self.lengths if k <= wanted and (k == 0 or self.affords(rows, plan, k, GRACE)))
-        return (k, plan, "worth it") if k else (0, plan, "not affordable")
+        return (k, plan, f"{plan.name} pays") if k else (0, plan, "not affordable")
 
     def of(self, row: int, offer: tuple[int, Hashable]) -> Acceptance:
         return self.acceptance[row].setdefault(offer, Acceptance(self.prior))

