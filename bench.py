@@ -49,8 +49,8 @@ from checkpoint import (
 from decode import Generation, SamplingParams, compare_on_text, generate, heed
 from early_exit import check_thresholds, early_exit_generate
 from model import GPT
-from sample import commit
-from speculative import ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_generate
+from sample import commit, number_or_auto
+from speculative import ChainDrafter, ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_generate
 from tokenizer import Tokenizer, apply_chat
 
 
@@ -75,8 +75,10 @@ class BenchConfig:
     repeats: int = flag(5, "runs of each mode on each prompt; more narrow the spread")
     temperature: float = flag(0.0, "0 compares tokens exactly; above, acceptance falls")
     seed: int = flag(0, "of the first prompt; the others count on")
-    draft_len: tuple[int, ...] = flag(
-        (4,), "drafts per round: more win more where acceptance is high", parse=listed(int)
+    draft_len: tuple[int | str, ...] = flag(
+        (4, "auto"),
+        "drafts per round: more win more where acceptance is high; auto is learnt",
+        parse=listed(number_or_auto),
     )
     exit_layer: tuple[int, ...] = flag(
         (), "exits that may end a pass (all): each one asked costs a head", parse=listed(int)
@@ -111,8 +113,8 @@ class BenchConfig:
             raise ValueError(f"--temperature is {self.temperature}: --peers are compared at 0 only")
         SamplingParams(temperature=self.temperature, seed=self.seed)
         check_thresholds(self.exit_threshold, self.exit_threshold)
-        if min(self.draft_len, default=0) < 0:
-            raise ValueError(f"--draft-len is {self.draft_len}: each must be an integer >= 0")
+        if any(k != "auto" and k < 0 for k in self.draft_len):
+            raise ValueError(f"--draft-len is {self.draft_len}: each must be an integer >= 0, or auto")
 
 
 def environment() -> dict:
@@ -191,6 +193,9 @@ def modes_of(config: BenchConfig, model: GPT, drafter, variant: str = "") -> dic
         modes[f"{variant}n-gram k={k}"] = speculative(NGramDrafter(), k)
         if exits:
             modes[f"{variant}exit {exits[0]} drafts k={k}"] = speculative(ExitDrafter(model, exits[0]), k)
+        if k == "auto":
+            present = [NGramDrafter(), drafter or (ExitDrafter(model, exits[0]) if exits else None)]
+            modes[f"{variant}auto"] = speculative(ChainDrafter(*filter(None, present)), k)
     for threshold in config.exit_threshold if exits else ():
         thresholds = [threshold if e in (config.exit_layer or exits) else math.inf for e in exits]
         modes[f"{variant}early exit {threshold:g}"] = early_exit(thresholds)

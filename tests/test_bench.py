@@ -37,14 +37,14 @@ def call(folder, capsys, *more):
 
 def test_every_mode_is_compared_with_plain_on_the_same_tokens(folder, capsys, tmp_path):
     """Lossless modes have plain's text, a threshold above 1 is plain, and the last line holds what the file holds."""
-    flags = ["--draft-len", "1,3", "--exit-threshold", "0.05,1.5", "--out", tmp_path / "result.json"]
+    flags = ["--draft-len", "1,3,auto", "--exit-threshold", "0.05,1.5", "--out", tmp_path / "result.json"]
     status, out, _ = call(folder, capsys, *flags)
     assert status == 0
     result = json.loads(out.splitlines()[-1])
     assert result == json.loads((tmp_path / "result.json").read_text())
     assert {"command", "machine", "torch", "commit", "date"} <= set(result)
     rows = {row["mode"]: row for row in result["rows"]}
-    assert len(rows) == 1 + 2 * 3 + 2
+    assert len(rows) == 1 + 3 * 3 + 1 + 2
     assert rows["plain"]["ratio_to_plain"] == 1.0 and rows["plain"]["tokens_per_target_pass"] == 1.0
     for name, row in rows.items():
         if name != "early exit 0.05":
@@ -58,7 +58,7 @@ def test_every_mode_is_compared_with_plain_on_the_same_tokens(folder, capsys, tm
 
 def test_ratios_are_paired_and_interleaved(folder, capsys, monkeypatch):
     """A machine that is ten times slower in every other repetition leaves the ratios as they are."""
-    n_modes, n_runs = 5, itertools.count()
+    n_modes, n_runs = 9, itertools.count()
     monkeypatch.setattr(bench, "token_seconds", lambda run: 10.0 if next(n_runs) // n_modes % 2 else 1.0)
     status, out, _ = call(folder, capsys, "--repeats", 3)
     rows = json.loads(out.splitlines()[-1])["rows"]
