@@ -141,7 +141,7 @@ def test_a_peer_stands_beside_the_modes_and_its_absence_is_one_line(folder, caps
 
 def test_variants_are_compared_with_the_first_and_keep_their_own_text(folder, capsys):
     """Ratios are to the first variant's plain run, the same text is the variant's own."""
-    status, out, _ = call(folder, capsys, "--variants", "float32,int8", "--only", "plain,speculative")
+    status, out, _ = call(folder, capsys, "--variants", "float32,int8", "--only", "plain,speculative k=4")
     rows = {row["mode"]: row for row in json.loads(out.splitlines()[-1])["rows"]}
     expected = [f"{variant} {mode}" for variant in ("float32", "int8") for mode in ("plain", "speculative k=4")]
     assert status == 0 and list(rows) == expected
