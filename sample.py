@@ -122,7 +122,11 @@ class Config:
     impl: str = flag(
         "auto", "torch runs anywhere, triton is faster on a GPU; auto: triton there", kernels.IMPLEMENTATIONS
     )
-    control: str | None = flag(None, "a file, read every round: decoding is plain while it says plain", parse=str)
+    control: str | None = flag(
+        None,
+        "a file, looked at every round: plain turns all off, k=2 caps drafts, auto or nothing is as started",
+        parse=str,
+    )
 
     def __post_init__(self):
         k = self.draft_len
@@ -317,8 +321,8 @@ class Shown:
         self.step, self.show, self.start = step, show, step.start
         self.coupled, self.wants_hidden = getattr(step, "coupled", False), getattr(step, "wants_hidden", False)
 
-    def __call__(self, batch, rows, plain):
-        return self.step(batch, rows, plain)
+    def __call__(self, batch, rows, cap):
+        return self.step(batch, rows, cap)
 
     def commit(self, batch, rows, kept):
         for row, tokens in zip(rows, kept):

@@ -20,7 +20,7 @@ import torch
 
 import kernels
 from checkpoint import load_draft_head
-from decode import PREFILL_CHUNK, Batch, Block, Generation, SamplingParams, pack, read_tokens, run_loop
+from decode import PREFILL_CHUNK, Batch, Block, Generation, SamplingParams, capped, pack, read_tokens, run_loop
 from early_exit import Depths, check_confidence, check_thresholds, last_rows, pad
 from model import GPT, DraftHead, KVCache
 from rounds import Drafting, Rounds, RoundStep, runs_alone
@@ -362,7 +362,7 @@ class SpeculativeStep:
         self.depths = (attach(batch) if attach else None) or Depths(batch, ())
         self.drafter.reset([list(tokens) for tokens in batch.tokens])
 
-    def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
+    def __call__(self, batch: Batch, rows: list[int], cap: int | None) -> list[Block]:
         """One round; a row with k = 0 takes a plain step in it.
 
         1. draft: up to k tokens per row, no more than could be committed beside the token that the target adds
@@ -370,7 +370,9 @@ class SpeculativeStep:
         3. accept
         """
         began = time.perf_counter()
-        asked = [0 if plain else max(0, min(self.lengths.ask(row), batch.room(row) - 1)) for row in rows]
+        asked = [
+            0 if cap == 0 else max(0, min(capped(self.lengths.ask(row), cap), batch.room(row) - 1)) for row in rows
+        ]
         drafts, draft_logits, n_drafted = self._draft(batch, rows, asked)
         drafted_at = time.perf_counter()
         ids = [list(tokens[:n]) for tokens, n in zip(drafts.tolist(), n_drafted)]
@@ -435,7 +437,7 @@ class SpeculativeStep:
 class SpeculativeRounds(RoundStep):
     """SpeculativeStep whose rounds the device runs by itself, drafts included.
 
-    A round is as wide as the most drafts that a row asks for; automatic lengths take the next of WIDTHS, and are learnt one
+    A round is as wide as the captured graph that fits the most drafts that a row asks for; automatic lengths are learnt one
     round late. A plain round is the target's alone: a drafter with its own cache reads what it missed before it drafts
     again, and for that once the host waits.
     """
@@ -453,15 +455,16 @@ class SpeculativeRounds(RoundStep):
         rounds = Rounds(batch, self.drafter.drafting())
         self.apart = rounds.n_own_layers == 0  # the drafter has its own cache
         self.behind = self.apart
-        for width in self.WIDTHS if self.draft_len == "auto" else (self.draft_len,):
+        self.widths = self.WIDTHS if self.draft_len == "auto" else (self.draft_len,)
+        for width in self.widths:
             rounds.prepare(width)
         self.asked = [0] * len(batch.tokens)
         return rounds
 
-    def launch(self, batch: Batch, rows: list[int], plain: bool) -> None:
+    def launch(self, batch: Batch, rows: list[int], cap: int | None) -> None:
         asked = [0] * len(batch.tokens)
-        for row in () if plain else rows:
-            asked[row] = self.lengths.ask(row)
+        for row in () if cap == 0 else rows:
+            asked[row] = capped(self.lengths.ask(row), cap)
         width = max(asked)
         if width and self.behind:
             if self.rounds.in_flight:  # it is not known yet what the drafter missed
@@ -471,12 +474,12 @@ class SpeculativeRounds(RoundStep):
             self.asked = asked
             self.rounds.k.copy_(torch.tensor(asked), non_blocking=True)
         self.behind = self.apart and width == 0
-        if width and self.draft_len == "auto":
-            width = min(w for w in self.WIDTHS if w >= width)
+        if width:
+            width = min(w for w in self.widths if w >= width)
         self.rounds.launch(width)
 
-    def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
-        blocks = super().__call__(batch, rows, plain)
+    def __call__(self, batch: Batch, rows: list[int], cap: int | None) -> list[Block]:
+        blocks = super().__call__(batch, rows, cap)
         for row, block in zip(rows, blocks):
             self.lengths.learn(row, block.n_drafted, block.sources.count("draft"))
             if self.width > 0 and self.apart and len(batch.tokens[row]) > self.drafter.capacity and batch.room(row) > 1:
