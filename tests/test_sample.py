@@ -388,8 +388,7 @@ ERRORS = {
     "--kv-fill guess": "kv-fill", "--confidence none": "confidence", "--num-samples 0": "num-samples", "--threads -1": "threads",
     "--model nosuch": "nosuch", "--model .": "config.json", "--model mute": "tokenizer", "--model startless --prompt=": "start token",
     "--prompt @nosuch": "nosuch", "--prompt @.": "directory", "--prompt @empty.txt": "empty", "--prompt @binary.txt": "UTF-8",
-    "--prompt @long.txt": "1000000 tokens", "--prompt @/dev/zero": "16 MiB", "--metrics .": "directory",
-    "--metrics nosuch/log": "nosuch", "--dtype float8": "float8", "--device tpu": "tpu", "--quantize int3": "int3",
+    "--prompt @long.txt": "1000000 tokens", "--prompt @/dev/zero": "16 MiB", "--dtype float8": "float8", "--device tpu": "tpu", "--quantize int3": "int3",
     "--chat": "template", "--exits nosuch": "nosuch", "--draft-quantize int2": "int2", "--draft ngram --draft-quantize int8": "no weights", "--exits drafter": "nanospec-heads",
     "--model smollm2-exits": "heads for a model", "--draft smollm2-exits": "heads for a model", "--impl triton": "TRITON_INTERPRET", "--nosuch": "nosuch", "stray": "stray",
 }  # fmt: skip
