@@ -12,6 +12,7 @@ compared with the plain run beside it, so that a machine whose speed drifts does
 then one JSON line.
 """
 
+import copy
 import dataclasses
 import functools
 import json
@@ -484,8 +485,10 @@ class CanaryConfig(Config):
     def __post_init__(self):
         self.temperature = 0.0 if self.temperature is None else self.temperature
         super().__post_init__()
-        if self.prompt is not None or self.num_samples != 1 or self.metrics:
-            raise ValueError("the canary takes its texts from --prompts: no --prompt, --num-samples and --metrics here")
+        if self.prompt is not None or self.num_samples != 1 or self.chat or self.metrics:
+            raise ValueError(
+                "texts come from --prompts: the canary knows no --prompt, --num-samples, --chat and --metrics"
+            )
         if self.n < 1:
             raise ValueError(f"--n is {self.n}: it must be at least 1")
         if self.mode != "early-exit" and self.verify == "rejection" and self.temperature > 0:
@@ -506,9 +509,11 @@ def canary(config: CanaryConfig) -> dict:
     2. disagreement of a request. Lossless modes: the share of its tokens from there on, 0 behind a near-tie (temperature 0,
        not in float64). Early exit: the share of its tokens in which the full model, with the same noise, disagrees
     """
-    session = Session(config)
     texts = read_prompts(config.prompts or str(BUNDLED / "stdlib" / "prompts.json"))
     n = config.n if config.temperature > 0 else min(config.n, len(texts))  # greedily, a prompt twice says nothing new
+    asked = copy.copy(config)  # memory is planned for the longest; behind a space no text is the name of a file
+    asked.prompt = " " + max((text if isinstance(text, str) else text["user"] for text in texts), key=len)
+    session = Session(asked)
     plain_stats, stats, shares, parted, n_optimised = [], [], [], [], 0
     for i in tqdm(range(n), desc="canary", disable=None):
         session.prompt = spelled(session.tokenizer, texts[i * len(texts) // n])
