@@ -329,7 +329,7 @@ def test_seeds_decide_and_nothing_else(folder, capsys):
     assert len({record["text"] for record in batch}) > 10
     assert records(capsys, *asked, "--seed", 0)[0]["tokens"] == batch[0]["tokens"]
     assert records(capsys, *asked, "--seed", 7)[0]["tokens"] == batch[7]["tokens"]
-    out = [call(capsys, *asked, "--num-samples", 3)[1] for _ in range(2)]
+    out = [call(capsys, *asked, "--num-samples", 3)[1].partition("\n")[2] for _ in range(2)]  # free memory may differ
     assert out[0].partition("plain:")[0] == out[1].partition("plain:")[0]
     for i in range(3):
         assert f"--- plain, sample {i + 1} of 3, seed {i}\ndef f({batch[i]['text']}\n\n" in out[0]
