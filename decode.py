@@ -2,7 +2,7 @@
 
     state of a row     tokens  [ prompt ............ | new ...... ]     `length` = len(tokens), all committed
                        cache   [ length - 1 positions held        ]     the last token has not been run yet
-    a round            step(batch, rows, plain) -> a Block of tokens per row; commit keeps what comes before a stop
+    a round            step(batch, rows, cap) -> a Block of tokens per row; commit keeps what comes before a stop
 
 A step that emits one plain token is all that `generate` needs. Speculation and early exit supply other steps
 (speculative.py, early_exit.py), never another loop.
@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import stat
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from numbers import Integral, Real
@@ -567,17 +570,59 @@ def heed(generations: list[Generation]) -> list[Generation]:
     return generations
 
 
-def plain_requested(control: str | None) -> bool:
-    """The kill switch, looked at every round: NANOSPEC_PLAIN set to something other than 0, or `plain` in the control file."""
-    if os.environ.get("NANOSPEC_PLAIN", "0") not in ("", "0"):
-        return True
-    if control is None:
-        return False
-    try:
-        with open(control, errors="replace") as file:
-            return file.read(4096).strip() == "plain"
-    except OSError:  # no file: nothing is asked
-        return False
+class Control:
+    """What is asked from outside in the middle of a request. The file says one of
+
+        plain          no round is optimised: the kill switch, as is NANOSPEC_PLAIN set to something other than 0
+        k=2            at most two drafts a round; k=0 is plain
+        auto           as started; so does an empty file, or none
+
+    Anything else, or a file that cannot be read, is one warning, and as started.
+    """
+
+    SETTLED = 2.0  # seconds: a second write within one tick of a file system's clock may leave the same stamp
+
+    def __init__(self, path: str | None):
+        self.path, self.stamp, self.asked, self.warned = path, None, None, False
+
+    def cap(self) -> int | None:
+        """The most drafts of the round that begins now: 0 is a plain round, None as started. One stat, unless the file changed."""
+        if os.environ.get("NANOSPEC_PLAIN", "0") not in ("", "0"):
+            return 0
+        if self.path is None:
+            return None
+        try:
+            found = os.stat(self.path)
+            stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
+            if stamp != self.stamp:
+                self.asked = self.read(found.st_mode)
+                self.stamp = stamp if time.time() - found.st_mtime > self.SETTLED else None
+        except FileNotFoundError:
+            self.asked = self.stamp = None
+        except OSError as error:
+            self.asked = self.stamp = None
+            self.warn(error.strerror)
+        return self.asked
+
+    def read(self, mode: int) -> int | None:
+        if not stat.S_ISREG(mode):  # to open a pipe would wait for its other end
+            self.warn("it is no ordinary file")
+            return None
+        with open(self.path, errors="replace") as file:
+            text = file.read(4096).strip()
+        k = re.fullmatch(r"k\s*=\s*([0-9]{1,9})", text)
+        if text not in ("", "auto", "plain") and k is None:
+            self.warn(f"{text[:40]!r} is none of plain, k=N and auto")
+        return 0 if text == "plain" else int(k[1]) if k else None
+
+    def warn(self, what: str) -> None:
+        if not self.warned:
+            self.warned = True
+            warnings.warn(f"--control {self.path}: {what}; decoding goes on as started", stacklevel=2)
+
+
+def capped(k: int, cap: int | None) -> int:
+    return k if cap is None else min(k, cap)
 
 
 class PlainStep:
@@ -586,7 +631,7 @@ class PlainStep:
     def start(self, batch: Batch) -> None:
         pass
 
-    def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
+    def __call__(self, batch: Batch, rows: list[int], cap: int | None) -> list[Block]:
         model, n_layer = batch.model, batch.model.config.n_layer
         began = time.perf_counter()
         lengths = [len(batch.tokens[row]) for row in rows]
@@ -613,12 +658,12 @@ def run_loop(
     """Decode all prompts with `step`.
 
     1. prefill: read prompt[:-1], emit nothing, so that there is no special first token
-    2. round: the step offers a block per active row; a plain round when the kill switch asks for one
+    2. round: the step offers a block per active row, from no more drafts than the control file allows; 0 is a plain round
     3. commit: cut at the first stop token, stop string, budget or context end; stream what was kept
     4. tell the step what was kept; rows that ended take no further part
     Ctrl-C ends with what was committed, finish_reason "interrupted".
     """
-    batch = Batch(model, prompts, sampling, tokenizer, getattr(step, "coupled", False))
+    batch, asked = Batch(model, prompts, sampling, tokenizer, getattr(step, "coupled", False)), Control(control)
     for row, out in enumerate(batch.generations):
         out.finish_reason = batch.end_reason(row)
     try:
@@ -627,7 +672,7 @@ def run_loop(
             batch.prefill(getattr(step, "wants_hidden", False))
             step.start(batch)
             while rows:
-                blocks = step(batch, rows, plain_requested(control))
+                blocks = step(batch, rows, asked.cap())
                 kept = [batch.commit(row, block) for row, block in zip(rows, blocks)]
                 if on_tokens is not None:
                     for row, tokens in zip(rows, kept):
@@ -650,6 +695,6 @@ def generate(
 ) -> list[Generation]:
     """Plain decoding: one token per pass. prompts are token-id lists, ragged; on_tokens(row, ids) streams.
 
-    control names a file that is read every round (see plain_requested); here it changes nothing.
+    control names a file that is looked at every round (see Control); here it changes nothing.
     """
     return run_loop(model, prompts, sampling, plain_step(model, sampling), tokenizer, on_tokens, control)

@@ -156,7 +156,7 @@ class EarlyExitStep:
     def start(self, batch: Batch) -> None:
         self.depths = Depths(batch, batch.model.config.exit_layers, self.kv_fill)
 
-    def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
+    def __call__(self, batch: Batch, rows: list[int], cap: int | None) -> list[Block]:
         """Each row by itself:
 
         1. run the next segment on the row's new position, with those parked there in front
@@ -174,7 +174,7 @@ class EarlyExitStep:
                         self.judge(batch, row, x[:-1], len(batch.tokens[row]) - len(x) + 1)
                 return model.logits(last_rows(hidden)), [True] * len(going)
             # the new row counts as parked already: segment 0 has computed it and the last has not
-            free = [not plain and depths.n_parked(row) <= self.max_parked for row in going]
+            free = [cap != 0 and depths.n_parked(row) <= self.max_parked for row in going]
             if self.thresholds[segment] > 1 or not any(free):
                 return None, free
             x, exit_layer = last_rows(hidden), depths.bounds[segment + 1]
@@ -287,7 +287,7 @@ class EarlyExitSegments:
         self.batch.model.fill_kv(self.waiting[segment][:, :1], self.batch.cache, at, self.bounds[segment])
         return at
 
-    def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
+    def __call__(self, batch: Batch, rows: list[int], cap: int | None) -> list[Block]:
         began = time.perf_counter()
         computed, blocks, going, n_segments = self.computed, {}, rows, len(self.bounds) - 1
         for segment in range(n_segments):
@@ -298,7 +298,7 @@ class EarlyExitSegments:
                 below = 0 if deepest else held[segment] - held[segment + 1]
                 orders[row] = (batch.tokens[row][-1], held[segment], n, below)
                 held[segment] += n
-            free = [deepest or (not plain and computed[r][0] - computed[r][-1] <= self.max_parked) for r in going]
+            free = [deepest or (cap != 0 and computed[r][0] - computed[r][-1] <= self.max_parked) for r in going]
             ask = deepest or (self.thresholds[segment] <= 1 and any(free))
             results = self.launch((segment, ask), orders)
             if not ask:

@@ -186,7 +186,7 @@ class RoundStep:
     """A step of run_loop whose rounds the device runs by itself; this one's are plain. Others say in `begin` what to capture
     and in `launch` how wide the next round is: see SpeculativeRounds.
 
-    The kill switch acts on the round that is launched next, not on the one in flight. Graphs are captured with the prompt's
+    The control file acts on the round that is launched next, not on the one in flight. Graphs are captured with the prompt's
     reading and on its clock; a round's time, whose parts no host sees, counts as verify_seconds.
     """
 
@@ -204,12 +204,12 @@ class RoundStep:
         rounds.prepare(0)
         return rounds
 
-    def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
+    def __call__(self, batch: Batch, rows: list[int], cap: int | None) -> list[Block]:
         began = time.perf_counter()
         if not self.rounds.in_flight:
-            self.launch(batch, rows, plain)
+            self.launch(batch, rows, cap)
         if any(batch.room(row) > 1 for row in rows):  # else the round in flight ends them all, whatever it brings
-            self.launch(batch, rows, plain)
+            self.launch(batch, rows, cap)
         self.width, results = self.rounds.read()
         n, blocks = self.width + 1, []
         for row in rows:
@@ -220,7 +220,7 @@ class RoundStep:
             batch.generations[row].stats.verify_seconds += time.perf_counter() - began
         return blocks
 
-    def launch(self, batch: Batch, rows: list[int], plain: bool) -> None:
+    def launch(self, batch: Batch, rows: list[int], cap: int | None) -> None:
         self.rounds.launch(0)
 
     def commit(self, batch: Batch, rows: list[int], kept: list[list[int]]) -> None:

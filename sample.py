@@ -60,6 +60,7 @@ from checkpoint import (
 )
 from decode import Generation, SamplingParams, heed, pick_threads, plain_step, run_loop
 from early_exit import check_thresholds, early_exit_step
+from metrics import MetricsFile
 from speculative import ChainDrafter, ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_step
 from tokenizer import apply_chat
 
@@ -114,7 +115,8 @@ class Config:
     quantize: str | None = flag(
         None, "int8: half the bytes, text hardly differs; int4: a quarter, slightly worse", ("int8", "int4"), parse=str
     )
-    metrics: str | None = flag(None, "append what --json prints to this file, which grows with each run", parse=str)
+    metrics: str | None = flag(None, "a line of figures per sample and mode, appended to this file; counters for Prometheus if it "
+                               "ends in .prom", parse=str)  # fmt: skip
     json: bool = flag(False, "one JSON object per sample and mode on stdout, and nothing else there")
     chat: bool = flag(False, "the prompt is a message: the model's own template goes around it; base models have none")
     threads: int | str = flag(
@@ -123,7 +125,11 @@ class Config:
     impl: str = flag(
         "auto", "torch runs anywhere, triton is faster on a GPU; auto: triton there", kernels.IMPLEMENTATIONS
     )
-    control: str | None = flag(None, "a file, read every round: decoding is plain while it says plain", parse=str)
+    control: str | None = flag(
+        None,
+        "a file, looked at every round: plain turns all off, k=2 caps drafts, auto or nothing is as started",
+        parse=str,
+    )
 
     def __post_init__(self):
         k = self.draft_len
@@ -283,13 +289,13 @@ class Session:
         drafter.check_target(self.model)
         return drafter
 
-    def decode(self, mode: str, show=lambda row, tokens, sources: None) -> list[Generation]:
-        """show hears what is committed."""
+    def decode(self, mode: str, show=lambda row, tokens, sources: None, audit: bool = False) -> list[Generation]:
+        """show hears what is committed; audit counts where the full model would have said something else than an exit."""
         config, exits = self.config, self.model.config.exit_layers
         both = self.model, self.sampling
         if mode == "early-exit":
             thresholds = [config.exit_threshold if e in (config.exit_layer or exits) else math.inf for e in exits]
-            step = early_exit_step(*both, thresholds, config.confidence, config.kv_fill, max_parked=8, audit=False)
+            step = early_exit_step(*both, thresholds, config.confidence, config.kv_fill, max_parked=8, audit=audit)
         elif mode != "plain" and self.drafter is not None:
             draft_len = "auto" if mode == "auto" else config.draft_len
             step = speculative_step(*both, self.drafter, draft_len, config.verify)
@@ -306,6 +312,34 @@ class Session:
             "dtype": self.dtype, "device": str(self.model.device), "prompt": self.prompt, "versions": versions,
             "sampling": asdict(self.sampling), "flags": asdict(self.config),
         } | asdict(out) | {"stats": out.stats.to_dict()}  # fmt: skip
+
+    def optimization(self, mode: str) -> str:
+        """What a mode uses, in the words of the metrics."""
+        if mode == "early-exit":
+            return "early_exit"
+        if mode == "plain" or self.drafter is None:
+            return "plain"
+        return "combined" if isinstance(self.drafter, ExitDrafter) else "speculative"
+
+    def requests(self, mode: str) -> list[dict]:
+        """Each sample as a request, for the metrics."""
+        config, sampling = self.config, self.sampling
+        request = {
+            "gen_ai.operation.name": "chat" if config.chat else "text_completion",
+            "gen_ai.provider.name": "nanospec",
+            "gen_ai.request.model": config.model,
+            "gen_ai.request.max_tokens": sampling.max_new_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_k": sampling.top_k,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.usage.input_tokens": len(self.prompt),
+            "optimization": self.optimization(mode),
+            "draft": self.draft if mode in ("speculative", "auto") else None,
+            "dtype": self.dtype,
+            "quantize": config.quantize,
+            "nanospec": commit(),
+        }
+        return [request | {"gen_ai.request.seed": config.seed + row} for row in range(config.num_samples)]
 
     @torch.inference_mode()
     def gap(self, tokens: list[int]) -> tuple[float, float]:
@@ -328,8 +362,8 @@ class Shown:
         self.step, self.show, self.start = step, show, step.start
         self.coupled, self.wants_hidden = getattr(step, "coupled", False), getattr(step, "wants_hidden", False)
 
-    def __call__(self, batch, rows, plain):
-        return self.step(batch, rows, plain)
+    def __call__(self, batch, rows, cap):
+        return self.step(batch, rows, cap)
 
     def commit(self, batch, rows, kept):
         for row, tokens in zip(rows, kept):
@@ -486,32 +520,18 @@ def promise(session: Session, plain: list[Generation], others: list[Generation])
     return text + "no difference."
 
 
-def publish(config: Config, record: dict) -> None:
-    """What --json and --metrics ask for; a file that can no longer be written is a warning, not the end."""
-    line = json.dumps(record) + "\n"
-    if config.json:
-        sys.stdout.write(line)
-        sys.stdout.flush()
-    if config.metrics:
-        try:
-            with open(config.metrics, "a", encoding="utf-8") as file:
-                file.write(line)
-        except OSError as error:
-            warnings.warn(f"--metrics {config.metrics}: {error.strerror}; decoding goes on", stacklevel=1)
-
-
 def run(config: Config) -> int:
-    if config.metrics:
-        open(config.metrics, "a").close()  # what cannot be written is better known before the wait
+    metrics = MetricsFile(config.metrics) if config.metrics else None
     if config.threads not in (0, "auto"):
         torch.set_num_threads(config.threads)
     session, screen, runs, rates, status = Session(config), Screen(), {}, {}, 0
     try:
         for mode in session.modes:
             runs[mode] = session.decode(mode) if config.json else stream(session, mode, screen)
-            if config.json or config.metrics:
-                for row, out in enumerate(runs[mode]):
-                    publish(config, session.record(mode, row, out))
+            for row, out in enumerate(runs[mode] if config.json else ()):
+                print(json.dumps(session.record(mode, row, out)), flush=True)
+            if metrics:
+                metrics.add(session.requests(mode), runs[mode], session.model.device)
             heed(runs[mode])
         began = time.perf_counter()
         while config.mode == "compare" and not config.json and len(rates.get("plain", ())) < REPEATS:

@@ -22,7 +22,7 @@ import torch
 import kernels
 from auto import DraftLength, Plan
 from checkpoint import load_draft_head
-from decode import PREFILL_CHUNK, Batch, Block, Generation, SamplingParams, pack, read_tokens, run_loop
+from decode import PREFILL_CHUNK, Batch, Block, Generation, SamplingParams, capped, pack, read_tokens, run_loop
 from early_exit import Depths, check_confidence, check_thresholds, last_rows, pad
 from model import GPT, DraftHead, KVCache
 from rounds import Drafting, Rounds, RoundStep, runs_alone
@@ -433,7 +433,7 @@ class SpeculativeStep:
         self.depths = (attach(batch) if attach else None) or Depths(batch, ())
         self.drafter.reset([list(tokens) for tokens in batch.tokens])
 
-    def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
+    def __call__(self, batch: Batch, rows: list[int], cap: int | None) -> list[Block]:
         """One round; a row with k = 0 takes a plain step in it.
 
         1. draft: up to k tokens per row, no more than could be committed beside the token that the target adds
@@ -441,8 +441,8 @@ class SpeculativeStep:
         3. accept
         """
         began = time.perf_counter()
-        wanted = [0] * len(rows) if plain else self.lengths.ask(rows, plans_of(self.drafter, rows))
-        asked = [max(0, min(k, batch.room(row) - 1)) for row, k in zip(rows, wanted)]
+        wanted = [0] * len(rows) if cap == 0 else self.lengths.ask(rows, plans_of(self.drafter, rows))
+        asked = [max(0, min(capped(k, cap), batch.room(row) - 1)) for row, k in zip(rows, wanted)]
         drafts, draft_logits, n_drafted = self._draft(batch, rows, asked)
         drafted_at = time.perf_counter()
         ids = [list(tokens[:n]) for tokens, n in zip(drafts.tolist(), n_drafted)]
@@ -464,7 +464,7 @@ class SpeculativeStep:
             stats = batch.generations[row].stats
             stats.draft_seconds += drafted_at - began
             stats.verify_seconds += verified_at - drafted_at
-            why = "kill switch" if plain else "no room" if wanted[i] > asked[i] == 0 else self.lengths.reason
+            why = "kill switch" if cap == 0 else "no room" if wanted[i] > asked[i] == 0 else self.lengths.reason
             stats.reasons[why] = stats.reasons.get(why, 0) + 1
         times = drafted_at - began, verified_at - drafted_at
         self.lengths.learn(rows, n_drafted, n_accepted, *times, batch.sampler.confidences)
@@ -513,7 +513,7 @@ class SpeculativeStep:
 class SpeculativeRounds(RoundStep):
     """SpeculativeStep whose rounds the device runs by itself, drafts included.
 
-    A round is as wide as the most drafts that a row asks for; automatic lengths take the next of WIDTHS, and are learnt one
+    A round is as wide as the captured graph that fits the most drafts that a row asks for; automatic lengths are learnt one
     round late. A plain round is the target's alone: a drafter with its own cache reads what it missed before it drafts
     again, and for that once the host waits.
     """
@@ -533,16 +533,17 @@ class SpeculativeRounds(RoundStep):
         rounds = Rounds(batch, self.drafter.drafting())
         self.apart = rounds.n_own_layers == 0  # the drafter has its own cache
         self.behind = self.apart
-        for width in self.WIDTHS if self.draft_len == "auto" else (self.draft_len,):
+        self.widths = self.WIDTHS if self.draft_len == "auto" else (self.draft_len,)
+        for width in self.widths:
             rounds.prepare(width)
         self.asked = [0] * len(batch.tokens)
         self.read_at = time.perf_counter()
         return rounds
 
-    def launch(self, batch: Batch, rows: list[int], plain: bool) -> None:
+    def launch(self, batch: Batch, rows: list[int], cap: int | None) -> None:
         asked = [0] * len(batch.tokens)
-        for row, k in () if plain else zip(rows, self.lengths.ask(rows)):
-            asked[row] = k
+        for row, k in () if cap == 0 else zip(rows, self.lengths.ask(rows)):
+            asked[row] = capped(k, cap)
         width = max(asked)
         if width and self.behind:
             if self.rounds.in_flight:  # it is not known yet what the drafter missed
@@ -552,13 +553,13 @@ class SpeculativeRounds(RoundStep):
             self.asked = asked
             self.rounds.k.copy_(torch.tensor(asked), non_blocking=True)
         self.behind = self.apart and width == 0
-        if width and self.draft_len == "auto":
-            width = min(w for w in self.WIDTHS if w >= width)
-        self.whys.append("kill switch" if plain else self.lengths.reason)
+        if width:
+            width = min(w for w in self.widths if w >= width)
+        self.whys.append("kill switch" if cap == 0 else self.lengths.reason)
         self.rounds.launch(width)
 
-    def __call__(self, batch: Batch, rows: list[int], plain: bool) -> list[Block]:
-        blocks = super().__call__(batch, rows, plain)
+    def __call__(self, batch: Batch, rows: list[int], cap: int | None) -> list[Block]:
+        blocks = super().__call__(batch, rows, cap)
         began, self.read_at = self.read_at, time.perf_counter()
         accepted = [block.sources.count("draft") for block in blocks]
         # what of the time was drafting no host sees

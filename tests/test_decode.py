@@ -3,18 +3,21 @@
 import contextlib
 import copy
 import dataclasses
+import errno
 import gc
+import itertools
 import math
 import os
 import time
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Pieces, all_modes, check_counters, check_laws, counters, run, tiny_model
+from helpers import Pieces, all_modes, check_counters, check_laws, counters, run, speculating, tiny_model
 
 import kernels
-from decode import DecodeStats, SamplingParams, compare_on_text, generate, pick_threads
+from decode import Batch, Control, DecodeStats, SamplingParams, compare_on_text, generate, pick_threads
 from early_exit import early_exit_generate
 from model import GPT
 from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_generate
@@ -312,7 +315,7 @@ def test_the_kill_switch_makes_rounds_plain_while_it_is_on_and_only_then(mode, b
         if by == "environment":
             monkeypatch.setenv("NANOSPEC_PLAIN", "1" if on else "0")
         else:
-            control.write_text("plain\n" if on else "go on")
+            control.write_text("plain\n" if on else "auto")
 
     def on_tokens(row, ids):
         if row == 0:
@@ -350,6 +353,87 @@ def test_the_kill_switch_makes_rounds_plain_while_it_is_on_and_only_then(mode, b
         assert set(out.sources) != {"plain"}
     out = MODES[mode](PROMPTS[:1], SamplingParams(max_new_tokens=4, seed=5), control=str(tmp_path / "missing"))[0]
     assert len(out.tokens) == 4  # no file asks for nothing
+
+
+@pytest.mark.parametrize("mode", ["model", "auto", "ngram", "exit", "combined", "coupled"])
+def test_the_control_file_caps_drafts_from_the_next_round_on(mode, tmp_path, monkeypatch):
+    control, noted, judged = tmp_path / "control", [], Batch.judged
+    said = itertools.chain(["k=1", "k=1", "auto", "", "k = 2", "k=2\n", "k=0", "plain"], itertools.repeat("auto"))
+
+    def note(self, row, tokens, log_probs, n_accepted, n_drafted, layer_passes):
+        noted.append((control.read_text() if control.exists() else "auto", n_drafted))
+        return judged(self, row, tokens, log_probs, n_accepted, n_drafted, layer_passes)
+
+    monkeypatch.setattr(Batch, "judged", note)
+    sampling = SamplingParams(max_new_tokens=40, temperature=0 if mode in ("model", "ngram", "exit") else 1, seed=5)
+    expected = generate(MODEL, PROMPTS[:1], sampling)[0].tokens
+    verify = "coupled" if mode == "combined" else "rejection"
+    decode = speculating(MODEL, ExitDrafter(MODEL, (1, 3), 0.6), 5, verify) if mode == "combined" else MODES[mode]
+    out = decode(PROMPTS[:1], sampling, on_tokens=lambda *_: control.write_text(next(said)), control=str(control))[0]
+    assert out.tokens == expected and len(noted) > 9
+    check_counters(out)
+    most = {"k=1": 1, "k = 2": 2, "k=2\n": 2, "k=0": 0, "plain": 0}
+    for text, k in noted:
+        assert k <= most.get(text, 8), text
+    free = max(k for text, k in noted if text in ("", "auto"))
+    assert free > 1 or mode == "auto"  # which chooses by itself
+    assert mode == "ngram" or max(k for text, k in noted if text == "k=1") == 1  # and n-grams are not always found
+
+
+def test_the_control_file_says_one_of_four_things_and_anything_else_once(tmp_path):
+    file = tmp_path / "control"
+    control = Control(str(file))
+    assert control.cap() is None  # no file
+    for text, cap in {"plain": 0, " plain \n": 0, "k=3": 3, "k = 12\n": 12, "k=0": 0, "auto": None, "": None}.items():
+        file.write_text(text)
+        assert control.cap() == cap, text
+    file.write_text("k=-1")
+    with pytest.warns(UserWarning, match="control: 'k=-1' is none of plain, k=N and auto; decoding goes on as started"):
+        assert control.cap() is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it was said once
+        for text in ("plain now", "k=", "PLAIN", "k=2.5", "plain\nk=2", "k=" + "9" * 5000, "\0"):
+            file.write_text(text)
+            assert control.cap() is None, text
+        file.write_bytes(b"\xff\xfe")
+        assert control.cap() is None
+        file.write_text("plain")
+        assert control.cap() == 0
+        file.unlink()
+        assert control.cap() is None
+
+
+def test_a_control_that_is_no_file_is_one_warning_and_never_waits(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    for path, what in (
+        ("pipe", "no ordinary file"),
+        ("folder", "no ordinary file"),
+        ("file/x", os.strerror(errno.ENOTDIR)),
+    ):
+        control = Control(str(tmp_path / path))
+        with pytest.warns(UserWarning, match=what) as said:
+            assert [control.cap(), control.cap()] == [None, None] and len(said) == 1
+
+
+def test_a_control_file_that_did_not_change_is_not_opened_and_one_that_did_is_never_missed(tmp_path, monkeypatch):
+    file, opened = tmp_path / "control", []
+    read = Control.read
+    monkeypatch.setattr(Control, "read", lambda self, mode: opened.append(mode) or read(self, mode))
+    control = Control(str(file))
+    now = time.time()
+    for i in range(20):  # written anew with the same size within one tick of the file system's clock
+        file.write_text(f"k={i % 10}")
+        os.utime(file, (now, now))
+        assert control.cap() == i % 10
+    old = time.time() - 60
+    os.utime(file, (old, old))
+    assert control.cap() == 9
+    opened.clear()
+    assert [control.cap() for _ in range(50)] == [9] * 50 and not opened
+    file.write_text("plain")
+    assert control.cap() == 0 and opened
 
 
 @every_mode

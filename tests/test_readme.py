@@ -43,7 +43,7 @@ def test_every_command_parses():
     """The flags of each command line exist and take the values that are shown."""
     parsers = {
         "sample.py": lambda argv: parse_flags(sample.Config, argv),
-        "bench.py": lambda argv: parse_flags(bench.BenchConfig, argv),
+        "bench.py": bench.read_config,
         "train_exit_heads.py": lambda argv: parse_flags(train_exit_heads.TrainConfig, argv),
     }
     n_seen = 0

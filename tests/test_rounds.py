@@ -150,16 +150,16 @@ def test_log_probabilities_are_the_models_own():
 def follow(monkeypatch, flags):
     """The kill switch as a list, one entry a round."""
     flags = iter(flags)
-    monkeypatch.setattr(decode, "plain_requested", lambda control: next(flags, False))
+    monkeypatch.setattr(decode.Control, "cap", lambda self: 0 if next(flags, False) else None)
 
 
 class Noted(SpeculativeRounds):
     """Notes of each round: plain was asked, drafts, room before it."""
 
-    def __call__(self, batch, rows, plain):
+    def __call__(self, batch, rows, cap):
         room = max(batch.room(row) for row in rows)
-        blocks = super().__call__(batch, rows, plain)
-        self.noted.append((plain, max(block.n_drafted for block in blocks), room))
+        blocks = super().__call__(batch, rows, cap)
+        self.noted.append((cap == 0, max(block.n_drafted for block in blocks), room))
         return blocks
 
 
@@ -187,6 +187,27 @@ def test_the_kill_switch_leaves_a_coupled_text_and_the_drafters_cache_alone(monk
                 assert (n == 0) == now
         if name == "itself":  # a key or value that it missed would show in what it proposes
             assert all(out.stats.corrected == 0 for out in outs)
+
+
+@pytest.mark.parametrize("draft_len", [4, "auto"])
+def test_a_cap_in_the_middle_narrows_rounds_and_leaves_a_coupled_text_alone(monkeypatch, draft_len):
+    model, sampling = tiny_model(), SamplingParams(24, temperature=0.9, seed=2)
+    expected = [out.tokens for out in run_loop(model, PROMPTS, sampling, PlainStep())]
+    for name, drafter in drafters(model).items():
+        caps, noted = iter([None, None, 1, 1, 0, 2, 2, 2]), []
+
+        class Capped(SpeculativeRounds):
+            def launch(self, batch, rows, cap, noted=noted):
+                super().launch(batch, rows, cap)
+                noted.append((cap, max(self.asked) if self.rounds.in_flight[-1][0] else 0))
+
+        monkeypatch.setattr(decode.Control, "cap", lambda self, caps=caps: next(caps, None))
+        outs = run_loop(model, PROMPTS, sampling, Capped(drafter(), draft_len, "coupled"))
+        assert [out.tokens for out in outs] == expected
+        assert all(k <= cap for cap, k in noted if cap is not None) and {cap for cap, _ in noted} == {None, 0, 1, 2}
+        if draft_len == 4:
+            assert {cap: k for cap, k in noted if k} == {None: 4, 1: 1, 2: 2}, name
+            assert all(sum(out.stats.drafted_histogram[1:3]) > 0 for out in outs)
 
 
 @pytest.mark.parametrize("kv_fill", ["recompute", "propagate"])

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import tiny_model, weaker
+from prometheus_client.parser import text_string_to_metric_families
 
 import sample
 from checkpoint import Tokenizer, load_checkpoint, parse_flags, save_checkpoint
 from decode import SamplingParams, generate
+from model import GPT
 
 SCRIPT = Path(sample.__file__)
 END = 256
@@ -299,6 +301,11 @@ def test_control_file_makes_decoding_plain(folder, capsys, tmp_path):
     assert set(records(capsys, *asked)[0]["sources"]) == {"plain"}
     (tmp_path / "control").write_text("")
     assert "draft" in records(capsys, *asked)[0]["sources"]
+    (tmp_path / "control").write_text("k=1")
+    assert len(records(capsys, *asked)[0]["stats"]["drafted_histogram"]) == 2
+    (tmp_path / "control").write_text("faster!")
+    status, _, err = call(capsys, *flags(folder, "--control", tmp_path / "control"))
+    assert status == 0 and err.count("\n") == 1 and "'faster!' is none of plain, k=N and auto" in err
 
 
 # ---------------------------------------------------------------------------------------------------- seeds, json
@@ -327,7 +334,7 @@ def test_seeds_decide_and_nothing_else(folder, capsys):
     assert len({record["text"] for record in batch}) > 10
     assert records(capsys, *asked, "--seed", 0)[0]["tokens"] == batch[0]["tokens"]
     assert records(capsys, *asked, "--seed", 7)[0]["tokens"] == batch[7]["tokens"]
-    out = [call(capsys, *asked, "--num-samples", 3)[1] for _ in range(2)]
+    out = [call(capsys, *asked, "--num-samples", 3)[1].partition("\n")[2] for _ in range(2)]  # free memory may differ
     assert out[0].partition("plain:")[0] == out[1].partition("plain:")[0]
     for i in range(3):
         assert f"--- plain, sample {i + 1} of 3, seed {i}\ndef f({batch[i]['text']}\n\n" in out[0]
@@ -340,16 +347,57 @@ def test_the_end_token_ends_a_sample(folder, capsys):
         assert END not in row["tokens"][:-1] and (row["tokens"][-1] == END) == (row["finish_reason"] == "stop")
 
 
-def test_metrics_are_the_same_lines_and_a_full_disk_is_one_warning(folder, capsys, tmp_path):
-    status, out, err = call(capsys, *flags(folder, "--metrics", tmp_path / "log"))
-    assert (status, err) == (0, "")
-    rows = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [row["tokens"] for row in rows] == [row["tokens"] for row in records(capsys, *flags(folder))]
-    if os.path.exists("/dev/full"):
-        status, again, err = call(capsys, *flags(folder, "--metrics", "/dev/full"))
-        assert status == 0 and err.count("\n") == 1 and os.strerror(errno.ENOSPC) in err
-        texts = [shown.partition("\nmode ")[0].partition("\n")[2] for shown in (again, out)]  # memory may differ
-        assert texts[0] == texts[1]
+@pytest.mark.parametrize("mode", ["compare", "plain", "speculative", "early-exit", "auto"])
+def test_metrics_of_every_mode_go_to_both_kinds_of_file(folder, capsys, tmp_path, mode):
+    asked = flags(folder, "--mode", mode, "--num-samples", 2, "--temperature", 0.5)
+    rows = records(capsys, *asked, "--metrics", tmp_path / "log")
+    assert call(capsys, *asked, "--metrics", tmp_path / "m.prom")[::2] == (0, "")
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    samples = [s for f in text_string_to_metric_families((tmp_path / "m.prom").read_text()) for s in f.samples]
+    words = {"plain": "plain", "speculative": "speculative", "auto": "speculative", "early-exit": "early_exit"}
+    for line, row in zip(lines, rows, strict=True):
+        assert line["optimization"] == words[row["mode"]] and line["gen_ai.request.model"] == str(folder / "target")
+        assert line["gen_ai.usage.input_tokens"] == len(row["prompt"])
+        assert line["gen_ai.usage.output_tokens"] == len(row["tokens"])
+        assert line["optimization_tokens"]["plain"] == row["sources"].count("plain")
+        assert (line["gen_ai.request.seed"], line["gen_ai.request.temperature"]) == (row["seed"], 0.5)
+        assert line["gen_ai.response.finish_reasons"] == [row["finish_reason"]] and "def f(" not in json.dumps(line)
+    counted = {s.labels["optimization"]: s.value for s in samples if s.name == "nanospec_input_tokens_total"}
+    n_input = [(line["optimization"], line["gen_ai.usage.input_tokens"]) for line in lines]
+    assert counted == {kind: sum(n for other, n in n_input if other == kind) for kind, _ in n_input}
+
+
+def test_self_speculation_is_combined_and_auto_without_a_drafter_is_plain(folder, capsys, tmp_path):
+    for more, word in ((["--draft", "exit"], "combined"), (["--draft", "ngram"], "speculative")):
+        records(capsys, *flags(folder, "--mode", "speculative", "--metrics", tmp_path / "log", *more))
+        assert json.loads((tmp_path / "log").read_text().splitlines()[-1])["optimization"] == word
+    records(capsys, *flags(folder, "--mode", "auto", "--draft", "none", "--metrics", tmp_path / "log"))
+    assert json.loads((tmp_path / "log").read_text().splitlines()[-1])["optimization"] == "plain"
+
+
+@pytest.mark.parametrize("name", ["/dev/full", "nosuch/log", "nosuch/m.prom", ".", "notes.prom"])
+def test_metrics_that_cannot_be_written_are_one_warning_and_the_same_text(folder, capsys, monkeypatch, tmp_path, name):
+    if not os.path.exists("/dev/full") and name.startswith("/dev"):
+        pytest.skip("needs a device that is always full")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.prom").write_text("mine\n")
+    out = call(capsys, *flags(folder))[1]
+    status, again, err = call(capsys, *flags(folder, "--metrics", name))
+    assert status == 0 and err.startswith(f"sample.py: --metrics {name}: ") and err.count("\n") == 1
+    assert name != "/dev/full" or os.strerror(errno.ENOSPC) in err
+    texts = [shown.partition("\nmode ")[0].partition("\n")[2] for shown in (again, out)]  # memory may differ
+    assert texts[0] == texts[1] and (tmp_path / "notes.prom").read_text() == "mine\n"
+
+
+def test_metrics_cost_no_pass_of_the_model(folder, capsys, monkeypatch, tmp_path):
+    passes, run_layers = [], GPT.run_layers
+    monkeypatch.setattr(GPT, "run_layers", lambda self, x, *how: passes.append(x.shape) or run_layers(self, x, *how))
+    seen = []
+    for more in ([], ["--metrics", tmp_path / "log"], ["--metrics", tmp_path / "m.prom"]):
+        passes.clear()
+        records(capsys, *flags(folder, *more))
+        seen.append(list(passes))
+    assert seen[0] == seen[1] == seen[2] and len(seen[0]) > 40
 
 
 # -------------------------------------------------------------------------------------------------------- prompts
@@ -393,8 +441,7 @@ ERRORS = {
     "--kv-fill guess": "kv-fill", "--confidence none": "confidence", "--num-samples 0": "num-samples", "--threads -1": "threads",
     "--model nosuch": "nosuch", "--model .": "config.json", "--model mute": "tokenizer", "--model startless --prompt=": "start token",
     "--prompt @nosuch": "nosuch", "--prompt @.": "directory", "--prompt @empty.txt": "empty", "--prompt @binary.txt": "UTF-8",
-    "--prompt @long.txt": "1000000 tokens", "--prompt @/dev/zero": "16 MiB", "--metrics .": "directory",
-    "--metrics nosuch/log": "nosuch", "--dtype float8": "float8", "--device tpu": "tpu", "--quantize int3": "int3",
+    "--prompt @long.txt": "1000000 tokens", "--prompt @/dev/zero": "16 MiB", "--dtype float8": "float8", "--device tpu": "tpu", "--quantize int3": "int3",
     "--chat": "template", "--exits nosuch": "nosuch", "--draft-quantize int2": "int2", "--draft ngram --draft-quantize int8": "no weights", "--exits drafter": "nanospec-heads",
     "--model smollm2-exits": "heads for a model", "--draft smollm2-exits": "heads for a model", "--impl triton": "TRITON_INTERPRET", "--nosuch": "nosuch", "stray": "stray",
 }  # fmt: skip
@@ -508,13 +555,11 @@ def test_ctrl_c_prints_what_there_is_and_ends_with_130(folder, tmp_path):
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, b"")
     [row] = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert row["finish_reason"] == "interrupted" and 0 < len(row["tokens"]) < 8000
-    assert (
-        (read + out)
-        .decode()
-        .partition("\n")[2]
-        .startswith(f"--- plain\ndef f({row['text']}\n\nplain: {len(row['tokens'])} tokens")
-    )
+    n = row["gen_ai.usage.output_tokens"]
+    assert row["gen_ai.response.finish_reasons"] == ["interrupted"] and 0 < n < 8000
+    model, tokenizer = load_checkpoint(folder / "endless")
+    [whole] = generate(model, [[*b"def f("]], SamplingParams(n, temperature=0), tokenizer)
+    assert (read + out).decode().partition("\n")[2].startswith(f"--- plain\ndef f({whole.text}\n\nplain: {n} tokens")
 
 
 def test_ctrl_c_before_the_first_token_is_silent(folder, tmp_path):
