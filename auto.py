@@ -38,6 +38,7 @@ class Plan(NamedTuple):
     name: str
     offers: list[tuple[int, Hashable] | None]  # of each row
     dynamic: bool = False  # it asks sampler.more between drafts, and may stop before the number it was given
+    prior: float = 0.6  # chance that a draft is accepted, before any was seen
 
 
 class Costs:
@@ -133,12 +134,12 @@ def _bin(confidence: float) -> int:
 class DraftLength:
     """The number of drafts to ask for: fixed, or "auto"; one number for all rows of a round, which share its cost.
 
-    prior: the chance of acceptance to start from. lengths: what may be asked for. Rounds go ask, more .., learn.
+    lengths: what may be asked for. Rounds go ask, more .., learn.
     """
 
-    def __init__(self, draft_len: int | str, n_rows: int, prior: float = 0.6, lengths=range(MAX_DRAFT + 1)):
+    def __init__(self, draft_len: int | str, n_rows: int, lengths=range(MAX_DRAFT + 1)):
         self.fixed = None if draft_len == "auto" else draft_len
-        self.prior, self.lengths = prior, sorted({0, *lengths})
+        self.lengths = sorted({0, *lengths})
         self.acceptance: list[dict[tuple[int, Hashable], Acceptance]] = [{} for _ in range(n_rows)]
         self.account = [0.0] * n_rows  # seconds lost against plain decoding, gains taken off
         self.tokens = [0] * n_rows
@@ -179,12 +180,13 @@ class DraftLength:
         k = max(k for k in self.lengths if k <= wanted and (k == 0 or self.affords(rows, plan, k, GRACE)))
         return (k, plan, f"{plan.name} pays") if k else (0, plan, "not affordable")
 
-    def of(self, row: int, offer: tuple[int, Hashable]) -> Acceptance:
-        return self.acceptance[row].setdefault(offer, Acceptance(self.prior))
+    def of(self, row: int, offer: tuple[int, Hashable], prior: float = 0.6) -> Acceptance:
+        return self.acceptance[row].setdefault(offer, Acceptance(prior))
 
     def rate(self, rows: list[int], plan: Plan, k: int) -> float:
         """Expected tokens a second."""
-        tokens = sum(self.of(row, offer).expected(k) if offer else 1.0 for row, offer in zip(rows, plan.offers))
+        offers = zip(rows, plan.offers)
+        tokens = sum(self.of(row, offer, plan.prior).expected(k) if offer else 1.0 for row, offer in offers)
         return tokens / max(self.costs(self.part(plan), k), 1e-9)
 
     @staticmethod

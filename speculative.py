@@ -181,8 +181,9 @@ class ExitDrafter:
     """Self-speculation: the target's own first layers draft, the layers above verify (Zhang et al. 2023; LayerSkip).
 
     exit_layer is one exit, or a rising tuple: then a draft leaves at the first exit whose confidence reaches `threshold`,
-    decided on the law and never on the token drawn from it, which keeps sampling lossless. Shares the target's cache: drafted
-    rows are parked, and verification runs only the layers above on them.
+    decided on the law and never on the token drawn from it, which keeps sampling lossless; with automatic lengths it may also
+    be that all drafts of a round leave at one of them. Shares the target's cache: drafted rows are parked, and verification
+    runs only the layers above on them.
     """
 
     name, dynamic = "exit", True  # it asks sampler.more between drafts
@@ -207,13 +208,29 @@ class ExitDrafter:
         return self.depths
 
     def reset(self, prompts: list[list[int]]) -> None:
-        pass
+        self.only = None  # the exit that all drafts of the round are to leave at
+
+    def plans(self, rows: list[int]) -> list[Plan]:
+        """Every exit alone, which a deeper one has to pay for with more acceptance, and all by confidence."""
+        n, found = self.model.config.n_layer, []
+        for part, exit_layer in enumerate(self.exit_layers):
+            prior = 0.6 + 0.4 * exit_layer / n  # on models here: 0.71 at a quarter of the depth, 0.87 at half
+            found.append(Plan(f"exit {exit_layer}", [(part, None)] * len(rows), True, prior))
+        if len(found) > 1:
+            found.append(Plan("exits", [(len(found), None)] * len(rows), True, found[0].prior))
+        return found
+
+    def follow(self, offers: dict[int, tuple | None]) -> None:
+        part = max(offer[0] for offer in offers.values() if offer)
+        self.only = self.exit_layers[part] if part < len(self.exit_layers) else None
 
     def propose(self, rows: list[int], max_k: int, sampler):
         def ask(segment: int, going: list[int], hidden: list[torch.Tensor]):
             exit_layer = self.exit_layers[segment]
+            if self.only is not None and exit_layer != self.only:
+                return None, [False] * len(going)
             logits = self.model.logits(last_rows(hidden), exit_layer, "draft")
-            if exit_layer == self.exit_layers[-1]:
+            if exit_layer in (self.only, self.exit_layers[-1]):
                 return logits, [True] * len(going)
             return logits, (kernels.confidence(logits, self.confidence) >= self.thresholds[segment]).tolist()
 
@@ -348,7 +365,6 @@ class ChainDrafter:
             raise ValueError("drafters are none: give at least one")
         self.drafters = drafters
         self.wants_hidden = any(getattr(drafter, "wants_hidden", False) for drafter in drafters)
-        self.prior = max(getattr(drafter, "prior", 0.6) for drafter in drafters)
 
     def check_target(self, target: GPT) -> None:
         for drafter in self.drafters:
@@ -367,30 +383,35 @@ class ChainDrafter:
             drafter.reset(prompts)
 
     def plans(self, rows: list[int]) -> list[Plan]:
-        """Each drafter alone, then all of them one behind another."""
-        alone = []
-        for part, drafter in enumerate(self.drafters):
-            (plan,) = plans_of(drafter, rows)
-            offers = [offer and (part, offer[1]) for offer in plan.offers]
-            alone.append(plan._replace(offers=offers))
-        if len(alone) == 1:
-            return alone
-        joined = [next(filter(None, offers), None) for offers in zip(*(plan.offers for plan in alone))]
-        parts = {offer[0] for offer in joined if offer}
-        if len(parts) < 2:  # one of them drafts for all
-            return [plan for part, plan in enumerate(alone) if part not in parts] + [alone[p] for p in parts]
-        name = ", then ".join(alone[part].name for part in sorted(parts))
-        return [*alone, Plan(name, joined, any(plan.dynamic for plan in alone))]
+        """Each drafter alone, then each behind those before it that cannot draft for every row."""
+        alone, joined, self.parts = [], [], []
+        for drafter in self.drafters:
+            before = [offer for offer in joined[-1].offers] if joined else [None] * len(rows)
+            name = [joined[-1].name] if joined and any(before) else []
+            for plan in plans_of(drafter, rows):
+                part, own = len(self.parts), next((offer for offer in plan.offers if offer), (0, None))
+                self.parts.append((drafter, own[0]))
+                plan = plan._replace(offers=[offer and (part, offer[1]) for offer in plan.offers])
+                alone.append(plan)
+                offers = [first or offer for first, offer in zip(before, plan.offers)]
+                joined.append(plan._replace(name=", then ".join([*name, plan.name]), offers=offers))
+        found = {tuple(plan.offers): plan for plan in (*joined, *alone)}  # the shorter name where two are the same
+        last = tuple(joined[-1].offers)
+        return [plan for offers, plan in found.items() if offers != last] + [found[last]]
 
     def follow(self, offers: dict[int, tuple | None]) -> None:
         self.part = {row: offer[0] for row, offer in offers.items() if offer}
+        for part, (drafter, own) in enumerate(self.parts):
+            rows = [row for row, used in self.part.items() if used == part]
+            if rows and hasattr(drafter, "follow"):
+                drafter.follow({row: (own, offers[row][1]) for row in rows})
 
     def propose(self, rows: list[int], max_k: int, sampler):
         parts = {}
         for part in sorted(set(self.part.values())):
             where = [i for i, row in enumerate(rows) if self.part.get(row) == part]
             if where:
-                parts[part] = where, *self.drafters[part].propose([rows[i] for i in where], max_k, sampler)
+                parts[part] = where, *self.parts[part][0].propose([rows[i] for i in where], max_k, sampler)
         width = max((tokens.shape[1] for _, tokens, _, _ in parts.values()), default=0)
         drafted = torch.zeros(len(rows), width, dtype=torch.int64, device=sampler.device)
         n = torch.zeros(len(rows), dtype=torch.int64, device=sampler.device)
@@ -416,8 +437,8 @@ def plans_of(drafter, rows: list[int]) -> list[Plan]:
     """What a drafter may do for the next round; one that says nothing drafts for all rows, with no hint."""
     if hasattr(drafter, "plans"):
         return drafter.plans(rows)
-    name = getattr(drafter, "name", type(drafter).__name__)
-    return [Plan(name, [(0, None)] * len(rows), getattr(drafter, "dynamic", False))]
+    known = {name: getattr(drafter, name) for name in ("dynamic", "prior") if hasattr(drafter, name)}
+    return [Plan(getattr(drafter, "name", type(drafter).__name__), [(0, None)] * len(rows), **known)]
 
 
 class SpeculativeStep:
@@ -428,7 +449,7 @@ class SpeculativeStep:
         self.wants_hidden = getattr(drafter, "wants_hidden", False)
 
     def start(self, batch: Batch) -> None:
-        self.lengths = DraftLength(self.draft_len, len(batch.tokens), getattr(self.drafter, "prior", 0.6))
+        self.lengths = DraftLength(self.draft_len, len(batch.tokens))
         attach = getattr(self.drafter, "attach", None)  # a drafter that shares the target's pass brings its own Depths
         self.depths = (attach(batch) if attach else None) or Depths(batch, ())
         self.drafter.reset([list(tokens) for tokens in batch.tokens])
@@ -525,8 +546,7 @@ class SpeculativeRounds(RoundStep):
         self.drafter, self.draft_len = drafter, draft_len
 
     def begin(self, batch: Batch) -> Rounds:
-        prior = getattr(self.drafter, "prior", 0.6)
-        self.lengths = DraftLength(self.draft_len, len(batch.tokens), prior, self.WIDTHS)
+        self.lengths = DraftLength(self.draft_len, len(batch.tokens), self.WIDTHS)
         self.whys: deque[str] = deque()  # of the rounds in flight
         self.drafter.attach(batch)
         self.drafter.reset(batch.tokens)
@@ -542,7 +562,7 @@ class SpeculativeRounds(RoundStep):
 
     def launch(self, batch: Batch, rows: list[int], cap: int | None) -> None:
         asked = [0] * len(batch.tokens)
-        for row, k in () if cap == 0 else zip(rows, self.lengths.ask(rows)):
+        for row, k in () if cap == 0 else zip(rows, self.lengths.ask(rows, plans_of(self.drafter, rows)[-1:])):
             asked[row] = capped(k, cap)
         width = max(asked)
         if width and self.behind:

@@ -101,7 +101,7 @@ def test_acceptance_is_learnt_by_place_by_hint_and_by_confidence():
         lengths.ask([0], [Plan("n-gram", [(0, hint)])])
         lengths.learn([0], [2], [n_accepted], 0.0, 1.0)
     assert lengths.of(0, (0, 4)).at(0) > 0.7 and lengths.of(0, (0, 1)).at(0) < 0.3
-    assert lengths.of(1, (0, 4)).at(0) == 0.6  # the other row has learnt nothing
+    assert lengths.of(1, (0, 4)).at(0) == Plan("", []).prior  # the other row has learnt nothing
 
 
 # ------------------------------------------------------------------------------------------------------ in the engine
@@ -249,6 +249,21 @@ def test_the_better_of_two_drafters_is_found(monkeypatch):
         chain = ChainDrafter(Oracle([text], lambda t: t > 100, clock), Oracle([text], lambda t: t <= 100, clock))
         speculative_generate(model, chain, [[1, 2]], sampling, "auto")
         assert clock.now < 110
+
+
+def test_exits_are_tried_one_by_one_and_together(monkeypatch):
+    """A plan of one exit drafts like a drafter that has only that one; the last plan is the tuple's own policy."""
+    model, sampling = tiny_model(seed=3), SamplingParams(20, 0.0)
+    counted = []
+    for number in range(4):
+        monkeypatch.setattr(DraftLength, "_choose", lambda self, rows, plans, n=number: (2, plans[n], "told"))
+        monkeypatch.setattr(DraftLength, "more", lambda self, rows, confidences: True)
+        out = speculative_generate(model, ExitDrafter(model, (1, 2, 3), threshold=0.4), [[1, 2]], sampling, "auto")[0]
+        alone = ExitDrafter(model, number + 1) if number < 3 else ExitDrafter(model, (1, 2, 3), threshold=0.4)
+        fixed = speculative_generate(model, alone, [[1, 2]], sampling, 2)[0]
+        assert out.tokens == fixed.tokens and out.stats.accepted_histogram == fixed.stats.accepted_histogram
+        counted.append(out.stats.layer_passes)
+    assert len(set(counted)) == 4 or counted[3] in counted[:3]
 
 
 # ------------------------------------------------------------------------------------------------- stopping in a block

@@ -284,7 +284,7 @@ def test_self_speculation_stores_and_hands_on_what_a_full_forward_computes(arch,
                 assert len(new) == len(x)
                 handed.setdefault(row, []).append(x)
 
-    for temperature, exit_layer, draft_len in ((0, 2, 4), (1.0, (1, 3), 3), (0.7, (1, 2, 3), "auto"), (0.7, 1, 8)):
+    for temperature, exit_layer, draft_len in ((0, 2, 4), (1.0, (1, 3), 3), (0.7, (1, 2, 3), 5), (0.7, 1, 8)):
         sampling = SamplingParams(20, temperature=temperature, seed=3)
         handed.clear()
         outs = speculative_generate(model, Spy(model, exit_layer, threshold=0.6), PROMPTS, sampling, draft_len)
