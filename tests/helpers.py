@@ -2,12 +2,16 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
+import speculative
 from decode import generate
 from early_exit import early_exit_generate
 from model import GPT, GPTConfig, KVCache
@@ -119,13 +123,20 @@ def exiting(model, **fixed):
 
 
 def all_modes(model: GPT) -> dict:
-    """name -> function(prompts, sampling, **options); reproducible ones only, so automatic lengths come with coupled."""
+    """name -> function(prompts, sampling, **options); reproducible ones only, so automatic lengths come with coupled, and
+    with a clock on which drafting and verifying take one second each."""
     weak = weaker(model)
+
+    def auto(*args, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(speculative, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+            return speculative_generate(model, ModelDrafter(weak), *args, "auto", "coupled", **options)
+
     return {
         "plain": lambda *args, **options: generate(model, *args, **options),
         "model": speculating(model, ModelDrafter(weak), 3),
         "itself": speculating(model, ModelDrafter(model), 8),
-        "auto": speculating(model, ModelDrafter(weak), "auto", "coupled"),
+        "auto": auto,
         "ngram": speculating(model, NGramDrafter(), 4),
         "exit": speculating(model, ExitDrafter(model, 2), 3),
         "combined": speculating(model, ExitDrafter(model, (1, 3), threshold=0.6), 5),

@@ -17,6 +17,7 @@ import torch
 from helpers import Pieces, all_modes, check_counters, check_laws, counters, run, speculating, tiny_model
 
 import kernels
+from auto import DraftLength
 from decode import Batch, Control, DecodeStats, SamplingParams, compare_on_text, generate, pick_threads
 from early_exit import early_exit_generate
 from model import GPT
@@ -169,8 +170,9 @@ def test_every_mode_reports_the_law_it_drew_from_and_each_row_is_its_own_batch(m
             if not lossy and (sampling.temperature == 0 or mode in ("plain", "auto", "coupled")):
                 assert out.tokens == plain[row].tokens
             alone = run(MODES[mode], [prompt], dataclasses.replace(sampling, seed=[3 + row]))[0]
-            assert alone.tokens == out.tokens and alone.sources == out.sources
-            assert counters(alone) == counters(out)
+            assert alone.tokens == out.tokens
+            if mode != "auto":  # whose rounds go by the clock
+                assert alone.sources == out.sources and counters(alone) == counters(out)
             assert max(abs(a - b) for a, b in zip(alone.logprobs, out.logprobs)) < 1e-9
 
 
@@ -200,9 +202,11 @@ def test_the_seed_decides_everything(mode):
 
 
 def check_cut(full, out, n, reason, text=None):
-    """out is full cut behind its first n tokens."""
+    """out is full cut behind its first n tokens. What automatic lengths draft depends on the other rows, and no text on that."""
     assert out.tokens == full.tokens[:n] and out.finish_reason == reason
-    assert out.sources == full.sources[:n] and out.layers_run == full.layers_run[:n]
+    if not out.stats.reasons.get("measure"):
+        assert out.sources == full.sources[:n]
+    assert out.layers_run == full.layers_run[:n]
     assert all(abs(a - b) < 1e-9 for a, b in zip(out.logprobs, full.logprobs))
     assert out.text == (TOKENIZER.decode(out.tokens) if text is None else text)
 
@@ -483,7 +487,7 @@ def counted(model):
     del model.run_layers
 
 
-def test_nothing_runs_twice_and_rows_that_ended_cost_nothing():
+def test_nothing_runs_twice_and_rows_that_ended_cost_nothing(monkeypatch):
     """Rows through each layer of the target, exactly: the prompt once, then each committed token and each draft once; no prefix
     is read again, at any depth. A batch costs what its rows cost alone, though they end at different times.
     """
@@ -509,10 +513,12 @@ def test_nothing_runs_twice_and_rows_that_ended_cost_nothing():
             alone += sum(rows)
         with counted(MODEL) as rows:
             outs = decode(prompts, stopping)
-        assert sum(rows) == alone and len({out.stats.rounds for out in outs}) > 1, mode
+        assert sum(rows) == alone or mode == "auto", mode
+        assert len({out.stats.rounds for out in outs}) > 1, mode
     # rows that draft less than their neighbours: what is drafted beyond their own length stays shallow
+    monkeypatch.setattr(DraftLength, "ask", lambda self, rows, plans: [1 + 3 * (row % 2) for row in rows])
     with counted(MODEL) as rows:
-        outs = speculative_generate(MODEL, ExitDrafter(MODEL, 2), prompts, SamplingParams(24, seed=1), "auto")
+        outs = speculative_generate(MODEL, ExitDrafter(MODEL, 2), prompts, SamplingParams(24, seed=1), 4)
     deep = sum(len(p) - 1 for p in prompts) + sum(out.stats.rounds + out.stats.drafted for out in outs)
     assert rows[2:] == [deep] * 2 and rows[0] > deep
 
