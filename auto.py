@@ -144,7 +144,7 @@ class DraftLength:
         self.account = [0.0] * n_rows  # seconds lost against plain decoding, gains taken off
         self.tokens = [0] * n_rows
         self.costs, self.n_rows, self.round = Costs(), n_rows, 0
-        self.plan, self.reason = Plan("", [(0, None)] * n_rows), "fixed"
+        self.plan, self.reason, self.best_rate = Plan("", [(0, None)] * n_rows), "fixed", 0.0
 
     def ask(self, rows: list[int], plans: list[Plan] | None = None) -> list[int]:
         """Drafts for the next round of each row; `plan` and `reason` then say how they are to be made, and why. A fixed number

@@ -485,7 +485,7 @@ class SpeculativeStep:
             stats = batch.generations[row].stats
             stats.draft_seconds += drafted_at - began
             stats.verify_seconds += verified_at - drafted_at
-            why = "kill switch" if cap == 0 else "no room" if wanted[i] > asked[i] == 0 else self.lengths.reason
+            why = "kill switch" if cap == 0 else "no draft" if wanted[i] > n_drafted[i] == 0 else self.lengths.reason
             stats.reasons[why] = stats.reasons.get(why, 0) + 1
         times = drafted_at - began, verified_at - drafted_at
         self.lengths.learn(rows, n_drafted, n_accepted, *times, batch.sampler.confidences)
@@ -547,7 +547,7 @@ class SpeculativeRounds(RoundStep):
 
     def begin(self, batch: Batch) -> Rounds:
         self.lengths = DraftLength(self.draft_len, len(batch.tokens), self.WIDTHS)
-        self.whys: deque[str] = deque()  # of the rounds in flight
+        self.whys: deque[tuple[str, int]] = deque()  # reasons and widths of the rounds in flight
         self.drafter.attach(batch)
         self.drafter.reset(batch.tokens)
         rounds = Rounds(batch, self.drafter.drafting())
@@ -575,7 +575,7 @@ class SpeculativeRounds(RoundStep):
         self.behind = self.apart and width == 0
         if width:
             width = min(w for w in self.widths if w >= width)
-        self.whys.append("kill switch" if cap == 0 else self.lengths.reason)
+        self.whys.append(("kill switch" if cap == 0 else self.lengths.reason, width))
         self.rounds.launch(width)
 
     def __call__(self, batch: Batch, rows: list[int], cap: int | None) -> list[Block]:
@@ -584,9 +584,9 @@ class SpeculativeRounds(RoundStep):
         accepted = [block.sources.count("draft") for block in blocks]
         # what of the time was drafting no host sees
         self.lengths.learn(rows, [block.n_drafted for block in blocks], accepted, 0.0, self.read_at - began)
-        why = self.whys.popleft()
-        for row in rows:
-            reasons = batch.generations[row].stats.reasons
+        reason, width = self.whys.popleft()
+        for row, block in zip(rows, blocks):
+            why, reasons = "no draft" if width > block.n_drafted == 0 else reason, batch.generations[row].stats.reasons
             reasons[why] = reasons.get(why, 0) + 1
             if self.width > 0 and self.apart and len(batch.tokens[row]) > self.drafter.capacity and batch.room(row) > 1:
                 self.drafter.warn_full()

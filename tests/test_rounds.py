@@ -230,6 +230,7 @@ def test_rows_may_ask_for_fewer_drafts_than_the_round_is_wide(monkeypatch):
         return [(3, 0, 1, 2)[(row + n_asked[row]) % 4] for row in rows]
 
     monkeypatch.setattr(speculative.DraftLength, "ask", ask)
+    monkeypatch.setattr(speculative.DraftLength, "more", lambda self, rows, confidences: True)
     prompts = [*PROMPTS, *PROMPTS[:2]]  # with that many rows no round is without drafts before one of them has ended
     sampling = SamplingParams(7, temperature=0.9, seed=2)
     for drafter, verify in itertools.product(drafters(model).values(), ("rejection", "coupled")):
