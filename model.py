@@ -275,6 +275,11 @@ class Block(nn.Module):
         return (k if at.cos is None else kernels.rotate(k, at.cos, at.sin)), v
 
 
+def new_cache(config: GPTConfig, batch: int, capacity: int, dtype: torch.dtype, device) -> KVCache:
+    cache = KVCache(config, batch, capacity, dtype=dtype, device=device)
+    return cache.finite() if dtype == torch.bfloat16 and cache.k.device.type == "cpu" else cache
+
+
 class ExitHead(nn.Module):
     """The exit's own norm, and adapters that add to the hidden state in units of its own size: zero at the start.
 
@@ -337,6 +342,10 @@ class DraftHead(nn.Module):
         if target.packed:
             pack_modules(self, target.dtype)
             self.output = kernels.pack(self.output, target.dtype, self.config.n_embd)
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        (target,) = self.target
+        return new_cache(self.config, batch, capacity, target.dtype, target.device)
 
     def forward(self, tokens, features, cache: KVCache, positions) -> torch.Tensor:
         """-> (B, T, C); keys and values go to `cache` at positions (B, T), -1 is padding."""
@@ -493,8 +502,7 @@ class GPT(nn.Module):
         """A cache on the model's device, in cache_dtype or its own dtype."""
         if self.cache_dtype not in (None, torch.int8, self.dtype):
             raise ValueError(f"cache_dtype is {self.cache_dtype}: choose torch.int8, or the model's own {self.dtype}")
-        cache = KVCache(self.config, batch, capacity, dtype=self.cache_dtype or self.dtype, device=self.device)
-        return cache.finite() if cache.k.dtype == torch.bfloat16 and self.device.type == "cpu" else cache
+        return new_cache(self.config, batch, capacity, self.cache_dtype or self.dtype, self.device)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """tokens, positions (B, T) int64; position -1 is padding -> x (B, T, C)."""
@@ -504,10 +512,12 @@ class GPT(nn.Module):
     def _rotary_at(self, positions):
         if self.config.arch == "gpt2":
             return None, None
-        at = positions.clamp(min=0)
+        at, n = positions.clamp(min=0), positions.shape[1]
+        if len(at) == 1 and at.device.type == "cpu" and 0 <= int(positions[0, 0]) == int(positions[0, -1]) - n + 1:
+            at = slice(int(at[0, 0]), int(at[0, 0]) + n)  # rows that follow one another need no gathering
         # rounded to the activations' dtype here too: set_weight leaves the tables in float32
         cos, sin = self.cos[at].to(self.dtype), self.sin[at].to(self.dtype)
-        return cos[:, :, None], sin[:, :, None]  # (B, T, 1, D)
+        return cos.unsqueeze(-2).view(*positions.shape, 1, -1), sin.unsqueeze(-2).view(*positions.shape, 1, -1)
 
     def run_layers(self, x, cache: KVCache | None, positions, first: int, last: int) -> torch.Tensor:
         """Layers first .. last-1 on x (B, T, C) at positions (B, T): K/V are written there, everything below is read.

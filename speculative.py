@@ -24,7 +24,7 @@ from auto import DraftLength, Plan
 from checkpoint import load_draft_head
 from decode import PREFILL_CHUNK, Batch, Block, Generation, SamplingParams, capped, pack, read_tokens, run_loop
 from early_exit import Depths, check_confidence, check_thresholds, last_rows, pad
-from model import GPT, DraftHead, KVCache
+from model import GPT, DraftHead
 from rounds import Drafting, Rounds, RoundStep, runs_alone
 
 
@@ -301,9 +301,7 @@ class HeadDrafter:
             list(prompt[1:]) for prompt in prompts
         ]  # of the pairs that it lacks, and below their hidden states
         self.hidden = [[nothing, *chunks] for chunks in self.batch.prompt_hidden]
-        self.cache = KVCache(
-            self.head.config, len(prompts), self.batch.capacity, dtype=self.model.dtype, device=self.model.device
-        )
+        self.cache = self.head.new_cache(len(prompts), self.batch.capacity)
 
     def propose(self, rows: list[int], max_k: int, sampler):
         """1. read the pairs that the cache lacks   2. draw from the last output, feed both, draw again, max_k times."""
