@@ -63,7 +63,7 @@ def test_the_laws_that_a_draft_head_proposes_are_those_it_learnt(arch):
         def draft(rows, logits, drafted, behind=place + 2):
             return ids[:, behind + drafted.shape[1]], logits
 
-        sampler = SimpleNamespace(device=model.device, draft=draft)
+        sampler = SimpleNamespace(device=model.device, draft=draft, more=lambda rows: True)
         drafter.attach(SimpleNamespace(prompt_hidden=[[states[: place + 1]]], capacity=16))
         drafter.reset([text[: place + 2]])
         tokens, laws, n = drafter.propose([0], 3, sampler)
