@@ -513,7 +513,7 @@ class GPT(nn.Module):
         if self.config.arch == "gpt2":
             return None, None
         at, n = positions.clamp(min=0), positions.shape[1]
-        if len(at) == 1 and at.device.type == "cpu" and 0 <= int(positions[0, 0]) == int(positions[0, -1]) - n + 1:
+        if len(at) == 1 and n and at.device.type == "cpu" and 0 <= int(positions[0, 0]) == int(positions[0, -1]) - n + 1:
             at = slice(int(at[0, 0]), int(at[0, 0]) + n)  # rows that follow one another need no gathering
         # rounded to the activations' dtype here too: set_weight leaves the tables in float32
         cos, sin = self.cos[at].to(self.dtype), self.sin[at].to(self.dtype)
