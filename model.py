@@ -512,12 +512,14 @@ class GPT(nn.Module):
     def _rotary_at(self, positions):
         if self.config.arch == "gpt2":
             return None, None
-        at, n = positions.clamp(min=0), positions.shape[1]
-        if len(at) == 1 and n and at.device.type == "cpu" and 0 <= int(positions[0, 0]) == int(positions[0, -1]) - n + 1:
-            at = slice(int(at[0, 0]), int(at[0, 0]) + n)  # rows that follow one another need no gathering
+        at, (n_rows, n) = positions.clamp(min=0), positions.shape
+        if n_rows == 1 and n > 0 and at.device.type == "cpu":
+            first = int(at[0, 0])
+            if int(positions[0, -1]) == first + n - 1:  # they follow one another: no need to gather
+                at = slice(first, first + n)
         # rounded to the activations' dtype here too: set_weight leaves the tables in float32
-        cos, sin = self.cos[at].to(self.dtype), self.sin[at].to(self.dtype)
-        return cos.unsqueeze(-2).view(*positions.shape, 1, -1), sin.unsqueeze(-2).view(*positions.shape, 1, -1)
+        shape = (n_rows, n, 1, self.cos.shape[1])  # (B, T, 1, D)
+        return self.cos[at].to(self.dtype).view(shape), self.sin[at].to(self.dtype).view(shape)
 
     def run_layers(self, x, cache: KVCache | None, positions, first: int, last: int) -> torch.Tensor:
         """Layers first .. last-1 on x (B, T, C) at positions (B, T): K/V are written there, everything below is read.
