@@ -58,12 +58,13 @@ from checkpoint import (
     read_config,
 )
 from decode import Generation, SamplingParams, heed, pick_threads, plain_step, run_loop
-from early_exit import check_thresholds, early_exit_step
+from early_exit import certified, check_thresholds, early_exit_step
 from speculative import ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_step
 from tokenizer import apply_chat
 
 DEFAULT_PROMPT = 'def parse_header(line):\n    """Parse a header line and return its name and value."""'
 MODES = ("compare", "plain", "speculative", "early-exit", "auto")
+BY_HAND = 0.7  # threshold of a comparison where none is calibrated
 MAX_PROMPT_BYTES = 1 << 24  # no context holds more, and @/dev/zero has no end
 REPEATS, REPEAT_SECONDS = 5, 10.0  # silent runs behind the table: at most so many of each, none begun after that time
 COLOURS = {"draft": 32, "corrected": 31, "bonus": 36, "exit": 35}  # green, red, cyan, magenta
@@ -104,7 +105,11 @@ class Config:
     verify: str = flag("rejection", "rejection accepts most; coupled keeps plain's text", ("rejection", "coupled"))
     exit_layer: tuple[int, ...] = flag((), "exits to use, such as 4,8: shallow is fast, unsure (all; --draft exit: first)",
                                        parse=listed(int))  # fmt: skip
-    exit_threshold: float = flag(0.7, "confidence to leave at: lower is faster and strays more; above 1 never leaves")
+    exit_threshold: float | None = flag(
+        None,
+        f"confidence to leave at: lower is faster and strays more; above 1 never leaves (the calibrated; to compare without: {BY_HAND})",
+        parse=float,
+    )
     confidence: str = flag("max_prob", "judge of an exit; max_prob costs least", ("max_prob", "margin", "entropy"))
     kv_fill: str = flag("recompute", "skipped keys: exact later, or approximate now", ("recompute", "propagate"))
     num_samples: int = flag(1, "samples in one batch: more tokens/s in all, fewer for each")
@@ -141,8 +146,9 @@ class Config:
         ):
             if not good:
                 raise ValueError(message)
-        check_thresholds(self.exit_threshold, (1,))
-        if math.isinf(self.exit_threshold):
+        if self.exit_threshold is not None:
+            check_thresholds(self.exit_threshold, (1,))
+        if self.exit_threshold == math.inf:
             raise ValueError("--exit-threshold is inf: it must be finite; above 1 never leaves")
         if self.temperature is None:
             self.temperature = 0.0 if self.mode == "compare" else SamplingParams.temperature
@@ -200,6 +206,7 @@ class Session:
             pick_threads(self.model)
         ways = {"plain": True, "speculative": self.drafter is not None, "early-exit": bool(exits)}
         self.modes = [mode for mode, there in ways.items() if there] if config.mode == "compare" else [config.mode]
+        self.thresholds, self.exit_promise = self.pick_thresholds() if "early-exit" in self.modes else (None, None)
 
     @property
     def drafts(self) -> bool:
@@ -253,6 +260,24 @@ class Session:
         if path:
             load_heads(self.model, find_heads(path))
 
+    def pick_thresholds(self) -> tuple[list[float], str | None]:
+        """One per exit, and what is promised of them: those asked for, else the calibrated ones, else a guess to compare with."""
+        config, exits = self.config, self.model.config.exit_layers
+        threshold, promise = config.exit_threshold, None
+        if threshold is None:
+            try:
+                if config.exit_layer:
+                    raise ValueError(
+                        f"--exit-layer is {config.exit_layer}: calibrated are all exits; give --exit-threshold"
+                    )
+                certificate = certified(self.model, self.sampling, config.confidence, config.kv_fill)
+                return certificate.thresholds, f"Early exit: {certificate}."
+            except ValueError as error:
+                if config.mode != "compare":
+                    raise
+                threshold, promise = BY_HAND, f"Early exit: {BY_HAND} by hand, nothing promised ({error})."
+        return [threshold if e in (config.exit_layer or exits) else 2.0 for e in exits], promise
+
     def add_drafter(self) -> None:
         config = self.config
         if self.draft is None:
@@ -274,11 +299,9 @@ class Session:
 
     def decode(self, mode: str, show=lambda row, tokens, sources: None) -> list[Generation]:
         """show hears what is committed."""
-        config, exits = self.config, self.model.config.exit_layers
-        both = self.model, self.sampling
+        config, both = self.config, (self.model, self.sampling)
         if mode == "early-exit":
-            thresholds = [config.exit_threshold if e in (config.exit_layer or exits) else math.inf for e in exits]
-            step = early_exit_step(*both, thresholds, config.confidence, config.kv_fill, max_parked=8, audit=False)
+            step = early_exit_step(*both, self.thresholds, config.confidence, config.kv_fill, max_parked=8, audit=False)
         elif mode != "plain" and self.drafter is not None:
             draft_len = "auto" if mode == "auto" else config.draft_len
             step = speculative_step(*both, self.drafter, draft_len, config.verify)
@@ -294,6 +317,7 @@ class Session:
             "mode": mode, "sample": row, "seed": self.config.seed + row, "model": self.config.model, "draft": self.draft,
             "dtype": self.dtype, "device": str(self.model.device), "prompt": self.prompt, "versions": versions,
             "sampling": asdict(self.sampling), "flags": asdict(self.config),
+            "thresholds": self.thresholds if mode == "early-exit" else None,
         } | asdict(out) | {"stats": out.stats.to_dict()}  # fmt: skip
 
     @torch.inference_mode()
@@ -424,6 +448,8 @@ def print_lines(session: Session, runs: dict) -> None:
               f"{layers:.1f} layers a token, ended by {ends}")  # fmt: skip
         if mode == "auto" and session.drafter is None:
             print("auto: plain, because --draft is none")
+        elif mode == "early-exit" and session.exit_promise:
+            print(session.exit_promise)
         elif mode == "auto":
             n_drafting = sum(sum(out.stats.drafted_histogram[1:]) for out in outs)
             print(f"auto: {session.draft} drafted in {n_drafting} of {total(outs, 'rounds')} rounds, as "
@@ -451,6 +477,8 @@ def print_table(session: Session, runs: dict, rates: dict) -> None:
     print(f"\nMedians of {len(rates['plain'])} interleaved runs, each beside its plain run; reading the prompt counts.")
     if "speculative" in runs:
         print(promise(session, plain, runs["speculative"]))
+    if session.exit_promise:
+        print(session.exit_promise)
     best = max(ratios, key=ratios.get)
     print(f"Fastest: {best}{'' if best == 'plain' else f', {ratios[best]:.2f} times plain; same text: {same[best]}'}.")
 
