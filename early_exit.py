@@ -10,7 +10,7 @@ A row that goes deeper takes the rows parked on its way along, in one pass, so e
 model's for the emitted tokens: the only error is the choice made at an exit. Self-speculation (speculative.py) is the same
 machine with another policy: it drafts by parking and verifies by flushing, and emits only what the deep pass confirms.
 
-How sure an exit must be is chosen by calibrate_threshold, with a bound on what the choice costs; Guard watches it in use.
+How sure an exit must be is calibrate_threshold's to choose, with a bound on what that costs; Guard watches it in use.
 """
 
 from __future__ import annotations
@@ -165,13 +165,14 @@ def last_rows(hidden: list[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Guard:
-    """Watches early exit while it is used: the online test of its audit, and what it does when the test rejects.
+    """An online test of early exit's audit while it decodes, and what it does when the test rejects.
 
-    It bets against "whatever has been said before, the chance that a token differs from the full model's is at most risk",
-    flush by flush. While that is true, the chance that it is ever alarmed is at most delta, however long the call and
-    whenever one looks (Ville 1939; Waudby-Smith and Ramdas 2024). Alarmed, it makes the thresholds of all rows of the call one
-    step stricter, warns in one line, counts it in stats.tightened, and begins anew. A step halves each threshold's distance to
-    1, which for calibrated confidences halves the errors; after some ten steps decoding is plain.
+    It bets against "at every token, whatever came before, the chance to differ from the full model's is at most risk".
+    While that is true it is ever alarmed with chance delta at most, however long the call (Ville 1939; Waudby-Smith
+    and Ramdas 2024). Alarmed, it makes the thresholds of all rows of the call one step stricter, warns in one line,
+    counts that in stats.tightened, and begins anew. A step halves each threshold's distance to 1, which halves the
+    errors where confidences are calibrated; after some ten steps decoding is plain. A certificate bounds the mean over
+    sequences, so a sequence that is worse than most may alarm the guard without any breach.
     """
 
     risk: float
@@ -185,7 +186,7 @@ class Guard:
 
 
 class Watch:
-    """The guard's memory: three gamblers' capitals, of whom one expects errors little above the risk, one many times as many."""
+    """The guard's memory: three gamblers' capitals, who expect a few more errors than the risk, more, and many more."""
 
     def __init__(self, guard: Guard, most_tokens: int):
         """most_tokens: of one flush; no bet may lose more than there is."""
@@ -284,12 +285,12 @@ class EarlyExitStep:
         return n_wrong
 
     def hear(self, batch: Batch, row: int, n_wrong: int, n_tokens: int) -> None:
-        """Tell the guard of a flush of n_tokens emitted tokens; where it is alarmed, every row goes on more strictly."""
+        """Tell the guard of a flush of n_tokens emitted tokens; if that alarms it, all rows go on more strictly."""
         if self.watch is None or not self.watch.hear(n_wrong, n_tokens):
             return
         warnings.warn(
-            f"early exit: the audit found {self.watch.n_wrong} of {self.watch.n_tokens} tokens wrong, more than the promised"
-            f" {self.guard.risk:g}: thresholds are now one step stricter",
+            f"early exit: the audit found {self.watch.n_wrong} of {self.watch.n_tokens} tokens wrong, more than the"
+            f" promised {self.guard.risk:g}: thresholds are now one step stricter",
             stacklevel=2,
         )
         self.thresholds = stricter(self.thresholds)
@@ -480,16 +481,18 @@ def early_exit_generate(
 
     A token leaves at the first exit whose head's confidence ("max_prob", "margin" or "entropy", of its raw logits) reaches
     the threshold, and is drawn from that head with the plain step's noise. A threshold above 1 is plain decoding, token for
-    token. kv_fill: "recompute" keeps the cache exact with at most max_parked rows waiting; "propagate" projects the exit's
-    hidden state, approximate. audit counts in stats how often the full head would have drawn another token. threshold=None takes
-    the calibrated ones of the checkpoint, or is a ValueError that says what they do not hold for. guard, which needs audit: a
-    Guard, or True for the risk and delta of the certificate; it tightens the thresholds for the rest of this call.
+    token; None takes the calibrated ones of the checkpoint, or is a ValueError that says what they do not hold for.
+    kv_fill: "recompute" keeps the cache exact with at most max_parked rows waiting; "propagate" projects the exit's
+    hidden state, approximate. audit counts in stats how often the full head would have drawn another token, and what
+    that costs in nats. guard, which needs audit: a Guard, or True for one with the certificate's risk and delta.
     """
     exits = model.config.exit_layers
     check_machine(exits, confidence, kv_fill, max_parked)
     if threshold is None or guard is True:
         certificate = certified(model, sampling, confidence, kv_fill, max_parked)
         threshold = certificate.thresholds if threshold is None else threshold
+        if guard is True and certificate.loss != "disagreement":
+            raise ValueError("guard is True, but the certificate bounds nats: give Guard(risk), a share of tokens")
         guard = Guard(certificate.risk, certificate.delta) if guard is True else guard
     thresholds = check_thresholds(threshold, exits)
     if audit and kv_fill == "propagate":
@@ -504,13 +507,13 @@ def early_exit_generate(
 # Thresholds with a guarantee: Learn-then-Test (Angelopoulos et al. 2021)
 #
 #     one unit     a sequence decoded with exits on; tokens of one text depend on each other, and are no sample
-#     its loss     min(X, clip), X the share of its tokens that differ from the full model's, or its extra nats per token
+#     its loss     min(X, clip), X the share of its tokens that differ from the full model's, or nats lost per token
 #     a setting    thresholds; settings are ordered from the strictest to the loosest before their tests see any data
 #     its test     p-value of "expected loss > risk" from the n losses; what is rejected may be used
 
 
 def hoeffding_bentkus_p(losses: Sequence[float], risk: float) -> float:
-    """P-value of "the mean of these independent losses (n,) in [0, 1] is above risk" (Bates et al. 2021, section 3.1)."""
+    """P-value of "the mean of these independent losses (n,) in [0, 1] is above risk" (Bates et al. 2021)."""
     n, mean = len(losses), sum(losses) / len(losses)
     low = min(mean, risk)
     divergence = sum(a * math.log(a / b) for a, b in ((low, risk), (1 - low, 1 - risk)) if a > 0)
@@ -527,8 +530,8 @@ def hoeffding_bentkus_p(losses: Sequence[float], risk: float) -> float:
 def betting_p(losses: Sequence[float], risk: float, delta: float) -> float:
     """P-value of the same by betting (Waudby-Smith and Ramdas 2024): 1 / the highest capital on the way.
 
-    The gambler stakes a share of the capital, chosen from the losses before, on each loss in turn being below risk; delta
-    is the level that it is tuned to. Sharper than Hoeffding-Bentkus where losses vary little.
+    The gambler stakes a share of the capital, chosen from the losses before, on each loss in turn being below risk;
+    delta is the level that it is tuned to. Sharper than Hoeffding-Bentkus where losses vary little.
     """
     n, capital, highest, total, squares = len(losses), 1.0, 1.0, 0.5, 0.25
     for i, loss in enumerate(losses, 1):
@@ -541,7 +544,7 @@ def betting_p(losses: Sequence[float], risk: float, delta: float) -> float:
 
 
 def upper_bound(p_value: Callable[[float], float], delta: float) -> float:
-    """The smallest risk in (0, 1) that p_value(risk) rejects at delta: a bound on the mean with confidence 1 - delta."""
+    """The smallest risk in (0, 1) that p_value rejects at delta: a bound on the mean with confidence 1 - delta."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -552,7 +555,7 @@ def upper_bound(p_value: Callable[[float], float], delta: float) -> float:
 def fixed_sequence(p_values: Iterable[float], delta: float) -> int:
     """Index of the last hypothesis rejected, in their order, before the first that is not; -1 for none.
 
-    Each is tested at delta itself: the first true one is met once, and with chance 1 - delta nothing behind it is reached.
+    Each is tested at delta itself: with chance 1 - delta the first true one stops the sequence, before any other.
     """
     last = -1
     for last_tested, p in enumerate(p_values):
@@ -563,10 +566,10 @@ def fixed_sequence(p_values: Iterable[float], delta: float) -> int:
 
 
 def first_passing(p_value: Callable[[int, float], float], candidate: int, delta: float) -> int:
-    """The first setting that passes its test, from the candidate to ever stricter ones; -1 where none of MAX_TRIES does.
+    """The first setting that passes its test, from the candidate to stricter ones; -1 where none of MAX_TRIES does.
 
-    Whoever tries again after a failure would get through by luck in the end: try k has the level delta / 2^k, so that all together err
-    with chance delta. p_value(setting, level) may not have seen the candidate chosen.
+    Whoever tries again after a failure gets through by luck in the end: try k has the level delta / 2^k, so that all
+    together err with chance delta. The data of p_value(setting, level) must not have chosen the candidate.
     """
     for k, setting in enumerate(range(candidate, -1, -1)[:MAX_TRIES], 1):
         if p_value(setting, delta / 2**k) <= delta / 2**k:
@@ -578,8 +581,8 @@ def first_passing(p_value: Callable[[int, float], float], candidate: int, delta:
 class Certificate:
     """Calibrated thresholds, what is promised of them, what was seen, and what it holds for.
 
-    With probability 1 - delta over calibration sets the expected loss of a sequence, clipped at clip, is at most risk, for prompts
-    like those of the calibration. No single sequence is bounded, and nothing is said of other prompts.
+    With probability 1 - delta over calibration sets the expected loss of a sequence, clipped at clip, is at most risk,
+    for prompts like those of the calibration. No single sequence is bounded, and nothing is said of other prompts.
     """
 
     thresholds: list[float]  # one per exit; all above 1 where no setting passed: plain decoding
@@ -612,8 +615,8 @@ class Certificate:
         if self.agreement is None:
             return f"no setting was certified for at most {promise} (n {self.n}): thresholds above 1, plain decoding"
         return (
-            f"with probability {1 - self.delta:g} at most {promise} (a sequence counts at most {self.clip:g}; n {self.n},"
-            f" seen {self.empirical_risk:.2g}); {self.exited:.0%} exit, {self.mean_layers:.1f} layers a token"
+            f"with probability {1 - self.delta:g} at most {promise} (a sequence counts at most {self.clip:g};"
+            f" n {self.n}, seen {self.empirical_risk:.2g}); {self.exited:.0%} exit, {self.mean_layers:.1f} layers run"
         )
 
 
@@ -664,15 +667,18 @@ def certified(
         raise ValueError(
             f"threshold is None, and the calibrated ones are for another {', '.join(apart)}: give a number, or {remedy}"
         )
-    return Certificate(**stored)
+    try:
+        return Certificate(**stored)
+    except TypeError:
+        raise ValueError(f"exits.json holds no certificate of this version: delete it, and {remedy}") from None
 
 
 @torch.inference_mode()
 def score_exits(model: GPT, sampling: SamplingParams, prompt: list[int], new: list[int], seed: int, confidence: str):
     """One full-depth pass over prompt and its T new tokens, which asks every exit at each of them.
 
-    The text is plain decoding's with that seed. Returns three (exits, T) tensors in float64: confidences, whether the exit's token
-    with the same noise is another than the text's, and by how many nats it is less likely.
+    The text is plain decoding's with that seed. Returns three (exits, T) tensors in float64: confidences, whether the
+    exit's token with the same noise is another than the text's, and by how many nats it is less likely.
     """
     ids = torch.tensor([prompt + new[:-1]], device=model.device)
     positions = torch.arange(ids.shape[1], device=model.device)[None]
@@ -724,7 +730,7 @@ def scored_loss(scores, thresholds: Sequence[float], loss: str, max_parked: int 
 
 
 def fit_platt(confidence: torch.Tensor, agrees: torch.Tensor) -> tuple[float, float]:
-    """Slope and bias of the chance that agrees (N,) bool is true (Platt 1999): sigmoid(slope * logit(confidence) + bias)."""
+    """Slope and bias of kernels.platt (Platt 1999): its chances are those that agrees (N,) bool is true."""
     x, agrees = kernels.logit(confidence.double()), agrees.double()
     inputs, start = torch.stack((x, torch.ones_like(x)), 1), torch.tensor([1.0, 0.0], dtype=torch.float64)
 
@@ -749,9 +755,9 @@ def fit_platt(confidence: torch.Tensor, agrees: torch.Tensor) -> tuple[float, fl
 def family(scores: list, n_exits: int) -> list[list[float]]:
     """Thresholds of each exit for each of AGREEMENTS, from the strictest setting on.
 
-    One number decides for all exits: the chance of agreeing that each asks for, which a fit (Platt 1999) to the scored texts turns
-    into a confidence of that exit. So equal settings mean equal errors, whatever scale an exit's confidences have, and
-    depths that seldom agree drop out by themselves.
+    One number decides for all exits: the chance of agreeing that each asks for, which a fit (Platt 1999) to the scored
+    texts turns into a confidence of that exit. So a setting means equal errors at all exits, whatever scale their
+    confidences have, and depths that seldom agree drop out by themselves.
     """
     fits = []
     for i in range(n_exits):
@@ -807,19 +813,21 @@ def calibrate_threshold(
 ) -> Certificate:
     """Thresholds with which the expected clipped loss of a sequence is at most risk, with probability 1 - delta.
 
-    prompts: ids, drawn like those to be served, and used nowhere in training; row i has seed + i. loss: "disagreement", the share of tokens
-    that differ from what the full model would have drawn there with the same noise, or "nll", by how many nats a token they are less
-    likely than those. A sequence counts at most clip, so that few hundred are enough; the share that is cut is reported.
+    prompts: ids, drawn like those to be served and used in no training; row i has seed + i. loss: "disagreement", the
+    share of tokens that differ from what the full model would have drawn there with the same noise, or "nll", by how
+    many nats a token they are less likely than those, before temperature and filters. A sequence counts at most clip,
+    so that a few hundred are enough; the share that is cut is reported. say hears a line of progress now and then.
 
-    1. a third of the prompts: the model decodes them plainly, and one pass over each text scores every exit (score_exits)
+    1. a third of the prompts: decoded plainly, and one full-depth pass over each text scores every exit (score_exits)
     2. settings: family(), from the strictest to the loosest
-    3. of the scores, the loosest setting that would pass with as many sequences as there are left: the first candidate
-    4. the other prompts: decoded with exits on at the candidate, and tested by betting; where it fails, one setting stricter
+    3. the loosest setting whose scores would pass, were there as many as sequences left: the first candidate
+    4. the other prompts: decoded with exits on at the candidate, tested by betting; if it fails, one setting stricter
 
-    The guarantee is that of the tests in step 4 alone: scores on texts decoded without exits only propose, and the proposals owe nothing to the
-    sequences that test them. Try k is tested at delta / 2^k, so all of them together err with probability delta.
-    honest=True tests every setting by decoding, from the strictest on, each at delta (fixed_sequence), until the first that fails:
-    up to 20 times as long, and it finds a setting that teacher-forced scores misjudge. Where nothing passes, the thresholds are above 1.
+    The guarantee is that of the tests in step 4 alone, which know nothing of what chose their candidate: try k is
+    tested at delta / 2^k, so all of them together err with chance delta (first_passing). Scores on texts decoded
+    without exits only propose. honest=True decodes at every setting instead, from the strictest on until one fails,
+    each at delta (fixed_sequence): up to 20 times as long, and not misled by the scores. Where nothing passes, the
+    thresholds are above 1. Raises ValueError for what cannot be promised, such as a risk that takes more prompts.
     """
     check_machine(model.config.exit_layers, confidence, kv_fill, max_parked)
     guarantee = Guard(risk, delta)  # checks both
@@ -841,8 +849,8 @@ def calibrate_threshold(
     if n < needed or n_scored < 1:
         enough = next(m for m in range(3, 10**6) if m - m // 3 >= needed)
         raise ValueError(
-            f"prompts has {len(prompts)}: even without an error, risk {risk:g} at clip {clip:g} takes at least {enough};"
-            " give more, or a higher risk"
+            f"prompts has {len(prompts)}: even without an error, risk {risk:g} at clip {clip:g} takes at least"
+            f" {enough}; give more, or a higher risk"
         )
     sampling = replace(sampling, seed=sampling.row_seeds(len(prompts)))
     n_exits, waiting = len(model.config.exit_layers), max_parked if kv_fill == "recompute" else None

@@ -107,7 +107,8 @@ class Config:
                                        parse=listed(int))  # fmt: skip
     exit_threshold: float | None = flag(
         None,
-        f"confidence to leave at: lower is faster and strays more; above 1 never leaves (the calibrated; to compare without: {BY_HAND})",
+        "confidence to leave at: lower is faster and strays more; above 1 never leaves"
+        f" (what was calibrated; to compare where nothing was: {BY_HAND})",
         parse=float,
     )
     confidence: str = flag("max_prob", "judge of an exit; max_prob costs least", ("max_prob", "margin", "entropy"))
@@ -261,7 +262,7 @@ class Session:
             load_heads(self.model, find_heads(path))
 
     def pick_thresholds(self) -> tuple[list[float], str | None]:
-        """One per exit, and what is promised of them: those asked for, else the calibrated ones, else a guess to compare with."""
+        """One per exit, and what is promised: those asked for, else the calibrated, else a guess to compare with."""
         config, exits = self.config, self.model.config.exit_layers
         threshold, promise = config.exit_threshold, None
         if threshold is None:

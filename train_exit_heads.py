@@ -825,15 +825,14 @@ def calibrate(config: TrainConfig) -> int:
         documents, text_hash = read_corpus(config.data)
         stream = token_stream(split_documents(documents)[1], tokenizer)
         source = distill.cut_prompts(stream, f"{config.seed} calibration")
-        data = f"held out of {Path(config.data).name or f'the library of Python {platform.python_version()}'}, sha256 {text_hash}"
+        name = Path(config.data).name or f"the library of Python {platform.python_version()}"
+        data = f"held out of {name}, sha256 {text_hash}"
     else:
         source = distill.own_prompts(tokenizer, f"{config.seed} calibration")  # others than the heads learned from
         data = f"{distill.PROMPTS.name}, seed {config.seed} calibration"
     longest = model.config.block_size - config.max_new_tokens
     if longest < 1:
-        raise ValueError(
-            f"--max-new-tokens is {config.max_new_tokens}: the context of {config.model} holds {model.config.block_size}"
-        )
+        raise ValueError(f"--max-new-tokens is {config.max_new_tokens}: the context holds {model.config.block_size}")
     prompts = [next(source)[:longest] for _ in range(config.prompts)]
     names = [field.name for field in dataclasses.fields(SamplingParams) if hasattr(config, field.name)]
     sampling = SamplingParams(**{name: getattr(config, name) for name in names}, stop_tokens=tokenizer.eos_ids)

@@ -1,4 +1,4 @@
-"""Calibrated exits: the bound holds over calibration sets, what was calibrated is what decodes, and what is stale is refused."""
+"""Calibrated exits: the bound holds over calibration sets, what is certified is what decodes, and stale is refused."""
 
 import copy
 import dataclasses
@@ -75,7 +75,8 @@ def at_most(share: float, delta: float, n: int) -> bool:
 
 
 def test_hoeffding_bentkus_takes_the_published_numbers_of_samples():
-    """The n that certifies risk at 5% with no loss seen, and with a quarter and half of the risk seen; a fifth less does not."""
+    """The n that certifies risk at 5% with no loss seen, and with a quarter and half of the risk seen;
+    a fifth less does not."""
     for risk, none, quarter, half in (
         (0.01, 301, 739, 1791),
         (0.02, 154, 368, 899),
@@ -126,7 +127,7 @@ TRUE_RISKS = (np.minimum(KINDS[None] * LADDER[:, None], 1.0) * SHARES).sum(1)
 
 
 def synthetic_sets(n_sets: int, n: int, seed: int):
-    """Losses (settings, n) of calibration sets whose true risks are TRUE_RISKS: sequences differ, and are alike at all settings."""
+    """Losses (settings, n) of calibration sets with true risks TRUE_RISKS; a sequence is alike at all settings."""
     rng = np.random.default_rng(seed)
     for _ in range(n_sets):
         yield np.minimum(LADDER[:, None] * rng.choice(KINDS, n, p=SHARES)[None], 1.0)
@@ -159,7 +160,7 @@ def test_over_1000_calibration_sets_the_chosen_setting_is_within_the_risk_but_fo
 
 @pytest.mark.parametrize("name", ["hoeffding_bentkus", "betting"])
 def test_tries_after_a_failure_err_together_with_chance_delta_at_most(name):
-    """The hardest case: every try is a setting at the bound, and each decodes other texts. Trying at delta itself fails."""
+    """The hardest case: every try is a setting at the bound, and each decodes other texts. At delta itself it fails."""
     rng, n_sets, n = np.random.default_rng(5), 1000, 100
     passed = {"split": 0, "not split": 0}
     for _ in range(n_sets):
@@ -195,7 +196,7 @@ def bundled():
 
 @pytest.fixture(scope="module")
 def pool(bundled):
-    """Clipped and scaled losses (settings, sequences) of texts of the bundled model's own, by one teacher-forced pass each."""
+    """Clipped and scaled losses (settings, sequences) of the bundled model's own texts, by one pass each."""
     model, tokenizer = bundled
     text = tokenizer.encode(Path(checkpoint.__file__).read_text() + Path(early_exit.__file__).read_text())
     places = np.random.default_rng(0).integers(0, len(text) - 24, 180)
@@ -209,8 +210,8 @@ def pool(bundled):
 
 @pytest.mark.parametrize("name", ["hoeffding_bentkus", "betting"])
 def test_on_the_bundled_model_resampled_calibration_sets_keep_the_bound(pool, name):
-    """200 sets of 100 sequences drawn from the pool, whose means are therefore the true risks. The risk asked for lies just below
-    that of one setting, where a choice by empirical risk is wrong about every other time."""
+    """200 sets of 100 sequences drawn from the pool, whose means are therefore the true risks. The risk asked for lies
+    just below that of one setting, where a choice by empirical risk is wrong about every other time."""
     risks, rng, n_sets = pool.mean(1), np.random.default_rng(6), 200
     at = int(np.flatnonzero(risks > 0.05)[0])
     risk, p_value = 0.98 * risks[at], p_values_of(DELTA)[name]
@@ -252,7 +253,7 @@ def full_law(model, states, at, sampling, history):
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("vocab", [None, tuple(range(0, 24, 2))], ids=["all ids", "some ids"])
 def test_scores_are_the_exits_own_words_at_each_token_of_the_text(sampling, vocab):
-    """Against a full forward, NumPy's law and NumPy's race: confidence, the token with the same noise, and the nats it loses."""
+    """Against a full forward, NumPy's law and NumPy's race: confidence, the token with the same noise, and its nats."""
     model = tiny_model(exit_vocab=vocab)
     model.config.exit_platt = {"max_prob": [(1.2, 0.1), (0.8, -0.2), (1.0, 0.3)]}
     [prompt], n_wrong = [[5, 1, 9]], 0
@@ -279,8 +280,8 @@ def test_scores_are_the_exits_own_words_at_each_token_of_the_text(sampling, voca
 
 
 def test_the_walk_over_scores_leaves_where_the_decoder_leaves():
-    """On the very text that was decoded with exits on, whose cache is the full model's: same confidences, same depths, also where
-    rows must go deep because too many wait."""
+    """On the very text that was decoded with exits on, whose cache is the full model's: same confidences, same depths,
+    also where rows must go deep because too many wait."""
     seen = set()
     for max_parked in (1, 2, 8):
         for thresholds in ([0.6, 0.5, 0.4], [0.3, 2.0, 0.2], [2.0, 2.0, 2.0]):
@@ -315,7 +316,8 @@ def test_the_audits_nats_are_those_of_a_full_forward():
 
 
 def test_equal_settings_ask_every_exit_for_the_same_chance_of_agreeing():
-    """Confidences on scales of their own, with known chances: behind each exit's threshold the error at the edge is the setting's."""
+    """Confidences on scales of their own, with known chances: behind each exit's threshold the error at the edge is
+    the setting's."""
     rng, scales = np.random.default_rng(7), [(0.5, -1.0), (2.0, 0.5)]
     logit = rng.normal(1.0, 2.0, (2, 40000))
     chance = np.stack([1 / (1 + np.exp(-slope * x - bias)) for (slope, bias), x in zip(scales, logit)])
@@ -497,15 +499,8 @@ def test_calibration_under_the_kill_switch_or_without_exits_or_room_is_refused(m
 # The guard
 
 
-def flushes(rng, rate: float, n: int):
-    """Groups as decoding makes them: some exits, each wrong at that rate of all tokens, and a deep token that is right."""
-    for _ in range(n):
-        n_exits = int(rng.integers(0, 9))
-        yield int(rng.binomial(n_exits, rate)), n_exits + 1
-
-
 def test_the_guard_is_alarmed_with_chance_delta_at_most_and_soon_where_it_must():
-    """1,000 streams of up to 300 flushes, watched all the time; every token, the deep one too, may be wrong at the rate."""
+    """1,000 streams of up to 300 flushes, watched all the time; every token, the deep one too, may be wrong."""
     rng, n_sets = np.random.default_rng(8), 1000
     for risk, rate, alarms in ((0.05, 0.05, "few"), (0.01, 0.01, "few"), (0.05, 0.2, "all"), (0.01, 0.05, "all")):
         alarmed = 0
@@ -554,6 +549,29 @@ def test_the_guard_tightens_the_thresholds_of_its_call_and_says_so():
     for outs in (calm, after):
         assert [out.tokens for out in outs] == [out.tokens for out in free]
         assert not any(out.stats.tightened for out in outs)
+
+
+def test_the_guard_hears_every_flush_and_every_token():
+    """The counts of its first alarm, from the texts decoded without it: up to there they are the same."""
+    sampling, prompts = SamplingParams(50, 0.0), prompts_of(3)
+    loose = {"threshold": 0.1, "audit": True, "max_parked": 3}
+    free = run(exiting(MODEL, **loose), prompts, sampling)
+    with torch.no_grad():
+        texts = [prompt + out.tokens for prompt, out in zip(prompts, free)]
+        full = [MODEL(torch.tensor([text]))[0].argmax(-1).tolist() for text in texts]
+    wrong = [[full[row][len(p) + i - 1] != t for i, t in enumerate(free[row].tokens)] for row, p in enumerate(prompts)]
+    watch, waiting = Watch(Guard(0.02), 4), [[], [], []]
+    for i, row in ((i, row) for i in range(50) for row in range(3)):
+        waiting[row].append(wrong[row][i] and free[row].sources[i] == "exit")
+        if free[row].sources[i] == "plain":
+            if watch.hear(sum(waiting[row]), len(waiting[row])):
+                break
+            waiting[row] = []
+    expected = f"the audit found {watch.n_wrong} of {watch.n_tokens} tokens wrong"
+    assert i < 49 and watch.n_tokens > 5
+    with pytest.warns(UserWarning) as heard:
+        run(exiting(MODEL, **loose, guard=Guard(0.02)), prompts, sampling)
+    assert expected in str(heard[0].message), (expected, str(heard[0].message))
 
 
 def test_the_guard_needs_the_audit_and_sound_numbers():
@@ -610,6 +628,9 @@ def test_a_stored_certificate_is_used_and_says_what_it_promises(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert exiting(model, audit=True, guard=True)(prompts_of(2), GREEDY)
+    model.certificates[0]["loss"] = "nll"  # nats are no share of tokens
+    with pytest.raises(ValueError, match="the certificate bounds nats"):
+        exiting(model, audit=True, guard=True)(prompts_of(2), GREEDY)
 
 
 def test_what_a_certificate_does_not_hold_for_is_refused_by_name(folder, tmp_path):
@@ -705,20 +726,23 @@ def test_a_certificate_is_written_whole_or_not_at_all(folder, tmp_path, monkeypa
 def test_a_broken_file_of_certificates_is_one_line_that_names_it(folder, tmp_path):
     place = copied(folder, tmp_path / "broken")
     whole = json.loads((place / "exits.json").read_text())
-    for i, (content, words) in enumerate(
-        [
-            ("<html>", ["not JSON"]),
-            ("[]", ["not a JSON object"]),
-            (json.dumps(whole | {"format": "x"}), ["format is 'x'"]),
-            (json.dumps(whole | {"certificates": 3}), ["thresholds"]),
-            (json.dumps(whole | {"certificates": [{k: v for k, v in whole["certificates"][0].items() if k != "holds_for"}]}), ["holds_for"]),
-        ]
-    ):  # fmt: skip
+    lost = {name: value for name, value in whole["certificates"][0].items() if name != "holds_for"}
+    for content, words in (
+        ("<html>", "not JSON"),
+        ("[]", "not a JSON object"),
+        (json.dumps(whole | {"format": "x"}), "format is 'x'"),
+        (json.dumps(whole | {"certificates": 3}), "field holds_for"),
+        (json.dumps(whole | {"certificates": [lost]}), "field holds_for"),
+    ):
         (place / "exits.json").write_text(content)
         with pytest.raises(ValueError) as error:
             load_checkpoint(place, device="cpu")
-        assert str(place / "exits.json") in str(error.value) and "\n" not in str(error.value), i
-        assert all(word in str(error.value) for word in words), str(error.value)
+        assert str(place / "exits.json") in str(error.value) and "\n" not in str(error.value)
+        assert words in str(error.value), str(error.value)
+    later = whole["certificates"][0] | {"invented": 1}
+    (place / "exits.json").write_text(json.dumps(whole | {"certificates": [later]}))
+    with pytest.raises(ValueError, match="no certificate of this version"):
+        certified(load_checkpoint(place, device="cpu")[0], GREEDY)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
