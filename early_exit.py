@@ -892,15 +892,15 @@ def calibrate_threshold(
         )
         return figures["p_betting"]
 
-    def mean_scored(thresholds):
-        return sum(min(scored_loss(score, thresholds, loss, waiting) / clip, 1.0) for score in scores) / n_scored
+    def as_scored(thresholds):
+        scaled = [min(scored_loss(score, thresholds, loss, waiting) / clip, 1.0) for score in scores]
+        return betting_p((scaled * 3)[:n], scaled_risk, first_level)  # as many as will be tested: two thirds
 
     if honest:
         last = fixed_sequence((test(i, delta) for i in range(len(settings))), delta)
         chosen = tried[last] if last >= 0 else None
     else:
-        as_scored = (hoeffding_bentkus_p([mean_scored(t)] * n, scaled_risk) for t in settings)
-        candidate = fixed_sequence(as_scored, first_level)  # 3
+        candidate = fixed_sequence(map(as_scored, settings), first_level)  # 3
         chosen = tried[-1] if first_passing(test, candidate, delta) >= 0 else None  # 4
     if chosen is None:
         nothing = {"thresholds": [2.0] * n_exits, "agreement": None, "level": delta, "n": n}
