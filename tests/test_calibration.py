@@ -107,6 +107,20 @@ def test_a_mean_at_the_bound_is_rejected_with_chance_delta_at_most(name):
     assert p_value([0.0] * n, 0.05) <= delta  # and it can reject
 
 
+def test_bets_are_made_before_the_loss_is_seen():
+    """Against the definition in NumPy: the bet on loss i comes from the losses before it alone."""
+    rng = np.random.default_rng(3)
+    for n, risk in ((1, 0.3), (7, 0.2), (60, 0.1), (60, 0.02)):
+        losses = np.where(rng.random(n) < 0.3, rng.random(n), 0.0) * risk * 3
+        i = np.arange(1, n + 1)
+        means = (0.5 + losses.cumsum()) / (i + 1)
+        variances = (0.25 + ((losses - means) ** 2).cumsum()) / (i + 1)
+        before = np.concatenate(([0.25], variances))[:n]
+        bets = np.minimum(np.sqrt(2 * np.log(1 / 0.05) / (n * before)), 1.0)
+        capital = (1 + bets * (risk - losses)).cumprod()
+        assert betting_p(losses.tolist(), risk, 0.05) == pytest.approx(1 / max(1.0, capital.max()))
+
+
 @pytest.mark.parametrize("name", ["hoeffding_bentkus", "betting"])
 def test_the_bound_on_the_mean_holds_and_is_where_the_test_turns(name):
     rng, delta, n_sets = np.random.default_rng(2), 0.1, 300
@@ -367,7 +381,7 @@ def test_what_is_certified_was_decoded_with_exits_on_by_prompts_that_chose_nothi
     spy("generate", scored), spy("early_exit_generate", freely)
     prompts, said = prompts_of(90), []
     certificate = calibrate_threshold(
-        MODEL, prompts, GREEDY, risk=0.06, delta=0.1, clip=0.5, honest=honest, batch_size=25, say=said.append
+        MODEL, prompts, GREEDY, risk=0.06, delta=0.1, clip=0.15, honest=honest, batch_size=25, say=said.append
     )
     monkeypatch.undo()
     assert [p for ps, _ in scored for p in ps] == prompts[:30]
@@ -391,13 +405,14 @@ def test_what_is_certified_was_decoded_with_exits_on_by_prompts_that_chose_nothi
     sampling = dataclasses.replace(GREEDY, seed=33)
     outs = run(exiting(MODEL, threshold=certificate.thresholds, audit=True), prompts[30:], sampling)
     losses = [out.stats.audit_disagreed / 12 for out in outs]
-    assert certificate.n == 60 and certificate.empirical_risk == pytest.approx(np.minimum(losses, 0.5).mean())
-    assert certificate.clipped_share == pytest.approx(np.mean(np.array(losses) > 0.5))
+    assert certificate.n == 60 and certificate.empirical_risk == pytest.approx(np.minimum(losses, 0.15).mean())
+    assert certificate.clipped_share > 0
+    assert certificate.clipped_share == pytest.approx(np.mean(np.array(losses) > 0.15))
     assert certificate.exited == pytest.approx(np.mean([out.stats.exited / 12 for out in outs]))
     assert certificate.mean_layers == pytest.approx(np.mean([out.stats.mean_layers for out in outs]))
-    scaled = [min(x / 0.5, 1.0) for x in losses]
-    assert certificate.p_betting == pytest.approx(betting_p(scaled, 0.12, certificate.level))
-    assert certificate.p_hoeffding_bentkus == pytest.approx(hoeffding_bentkus_p(scaled, 0.12))
+    scaled = [min(x / 0.15, 1.0) for x in losses]
+    assert certificate.p_betting == pytest.approx(betting_p(scaled, 0.4, certificate.level))
+    assert certificate.p_hoeffding_bentkus == pytest.approx(hoeffding_bentkus_p(scaled, 0.4))
     assert certificate.empirical_risk < certificate.bound_betting <= 0.06 + 1e-9
     assert certificate.bound_hoeffding_bentkus > certificate.empirical_risk
 
