@@ -812,6 +812,11 @@ def test_the_calibrate_stage_writes_what_sampling_uses(folder, tmp_path, capsys)
     sampling = ["--temperature", "0.5", "--top-p", "0.9", "--max-new-tokens", 10, "--threads", 0, "--json"]
     status, out, err = call(capsys, "--model", place, "--prompt", "a", "--mode", "early-exit", *sampling)
     assert (status, err) == (0, "") and json.loads(out)["thresholds"] == stored["thresholds"]
+    checkpoint.save_heads(tmp_path / "heads", load_checkpoint(place, device="cpu")[0])
+    before = (place / "exits.json").read_bytes()
+    assert train_exit_heads.main(list(map(str, [*flags, "--exits", tmp_path / "heads"]))) == 0
+    assert len(read_certificates(tmp_path / "heads")) == 1 and (place / "exits.json").read_bytes() == before
+    capsys.readouterr()
     for more in (
         ["--risk", "0.7"],
         ["--max-new-tokens", "160"],
