@@ -9,7 +9,8 @@
     model, tokenizer = load_checkpoint("path/to/ckpt.pt")       # nanoGPT's, read with weights_only=True
 
 Our format is a folder: config.json ("model": the shape; "tokenizer": split pattern and special tokens; "meta": whatever
-the training recorded), model.safetensors, tokenizer.tiktoken (a line per token: base64 of its bytes, its id).
+the training recorded), model.safetensors, tokenizer.tiktoken (a line per token: base64 of its bytes, its id), and where
+exits are calibrated exits.json (certificates, as certificate.Certificate has them).
 Whatever is wrong with a file is one ValueError that names the file and the field. formats.py says what the files hold;
 here a model that was made without memory is filled tensor by tensor, block by block: never more than it and a block.
 """
@@ -78,7 +79,7 @@ def save_checkpoint(path: str | Path, model: GPT, tokenizer: Tokenizer | None = 
 # A folder of two files: config.json ("format": "nanospec-heads", the fields below, the target's fingerprint) and
 # heads.safetensors. The backbone stays where it is: heads of a few megabytes need not carry it along.
 
-EXIT_HEADS, DRAFT_HEAD = "nanospec-heads", "nanospec-draft-head"
+EXIT_HEADS, DRAFT_HEAD, CERTIFICATES = "nanospec-heads", "nanospec-draft-head", "nanospec-exit-certificates"
 HEAD_FIELDS = ("exit_layers", "exit_vocab", "exit_adapters", "exit_platt")
 
 
@@ -113,6 +114,61 @@ def fingerprint_of(model: GPT) -> str:
     return fingerprint({name: sample_of([held(tensor.detach())]) for name, tensor in state.items()})
 
 
+def heads_fingerprint(config: GPTConfig, found: dict[str, list]) -> str | None:
+    """Of the exit heads {name: their weights (Stored)} and of what the config says of them; None without exits."""
+    if not config.exit_layers:
+        return None
+    weights = fingerprint({name.removeprefix("exits."): sample_of(parts) for name, parts in found.items()})
+    described = json.dumps([getattr(config, name) for name in HEAD_FIELDS])
+    return hashlib.sha256(f"{described} {weights}".encode()).hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer | None) -> str | None:
+    if tokenizer is None:
+        return None
+    fields = [tokenizer.pattern, tokenizer.normalizer, sorted(tokenizer.special.items())]
+    digest = hashlib.sha256(json.dumps(fields).encode())
+    for piece, rank in sorted(tokenizer.ranks.items(), key=lambda x: x[1]):
+        digest.update(b"%d %d %b" % (rank, len(piece), piece))
+    return digest.hexdigest()
+
+
+def save_certificate(path: str | Path, certificate) -> None:
+    """Put an certificate.Certificate into the folder of its exits, where load_checkpoint and load_heads find it.
+
+    One for the same conditions is replaced, and those for other weights, heads or tokenizers go: they hold no longer.
+    """
+    new = dataclasses.asdict(certificate)
+    if "heads" not in new["holds_for"]:
+        raise ValueError(
+            "certificate is of a model that was not loaded: save_checkpoint, load_checkpoint, then calibrate"
+        )
+
+    def keeps(old: dict) -> bool:
+        then, now = old["holds_for"], new["holds_for"]
+        return then != now and all(then.get(name) == now[name] for name in ("weights", "heads", "tokenizer"))
+
+    kept = [old for old in read_certificates(path) if keeps(old)]
+    content = {"format": CERTIFICATES, "certificates": [*kept, new]}
+    file = Path(path) / "exits.json"
+    write_atomically(file, lambda p: p.write_text(json.dumps(content, indent=1) + "\n"))
+
+
+def read_certificates(path: str | Path) -> list[dict]:
+    """What exits.json of a folder holds, [] where there is none; ValueError where it is broken."""
+    file = Path(path) / "exits.json"
+    if not file.exists():
+        return []
+    described = read_json(file)
+    if described.get("format") != CERTIFICATES:
+        raise ValueError(f"{file}: format is {described.get('format')!r}, not {CERTIFICATES}")
+    stored = described.get("certificates")
+    entries = stored if isinstance(stored, list) else [stored]
+    if not all(type(x) is dict and type(x.get("holds_for")) is dict for x in entries):
+        raise ValueError(f"{file}: a certificate without field holds_for; delete the file and calibrate anew")
+    return entries
+
+
 def save_heads(path: str | Path, model: GPT, meta: dict | None = None) -> None:
     """Write the exit heads of a model in bfloat16, and whose they are; meta: anything json can hold."""
     described = {name: getattr(model.config, name) for name in HEAD_FIELDS}
@@ -129,9 +185,10 @@ def load_heads(model: GPT, path: str | Path) -> dict:
     shape |= {name: shape[name] or () for name in ("exit_layers", "exit_adapters")}
     config = make_config(Path(path) / "config.json", shape)
     heads = nn.ModuleDict({str(layer): ExitHead(config) for layer in config.exit_layers})
-    _load_into(heads, path, model)
+    found, certificates = _load_into(heads, path, model), read_certificates(path)
+    identity = model.identity | {"heads": heads_fingerprint(config, found)}
     model.set_exits(config.exit_layers, config.exit_vocab, config.exit_adapters)
-    model.config, model.exits = config, heads
+    model.config, model.exits, model.identity, model.certificates = config, heads, identity, certificates
     return described.get("meta", {})
 
 
@@ -201,12 +258,13 @@ def _read_heads(path, kind: str, stage: str, model: GPT) -> dict:
     return described
 
 
-def _load_into(heads: nn.Module, path, model: GPT) -> None:
+def _load_into(heads: nn.Module, path, model: GPT) -> dict[str, list[Stored]]:
     file = Path(path) / "heads.safetensors"
     found = locate(file, heads, None, open_safetensors(Path(path), "heads"))
     state = {name: read_weight(parts, model.device, model.dtype, None, 0) for name, parts in found.items()}
     heads.load_state_dict(state)
     heads.to(model.device, model.dtype).eval()
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -223,7 +281,8 @@ def load_checkpoint(name_or_path, device="auto", dtype="auto", quantize=None) ->
         raise ValueError(f"quantize is {quantize!r}: choose int8 or int4, or leave it out")
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)
-    source = describe(find_checkpoint(name_or_path))
+    path = find_checkpoint(name_or_path)
+    source = describe(path)
     try:
         tokenizer = source.tokenizer()
     except Inexpressible:
@@ -247,6 +306,14 @@ def load_checkpoint(name_or_path, device="auto", dtype="auto", quantize=None) ->
         model.set_weight(name, read_weight(parts, device, dtype, bits, group))
     backbone = {name: sample_of(parts) for name, parts in found.items() if not name.startswith("exits.")}
     model.fingerprint = fingerprint(backbone)
+    heads = {name: parts for name, parts in found.items() if name.startswith("exits.")}
+    model.identity = {
+        "weights": model.fingerprint,
+        "heads": heads_fingerprint(config, heads),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "quantize": quantize,
+    }
+    model.certificates = read_certificates(path) if config.exit_layers and path.is_dir() else []
     return model.to(device).eval(), tokenizer  # the buffers, which are made on the CPU
 
 

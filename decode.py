@@ -107,6 +107,10 @@ class DecodeStats:
     layer_passes: int = 0  # layers run, drafting by exits and flushes included, however many rows rode along
     audited: int = 0  # exited tokens that the full head judged later
     audit_disagreed: int = 0
+    audit_nats: float = (
+        0.0  # by how much those tokens raise the negative log-likelihood, before temperature and filters
+    )
+    tightened: int = 0  # times that the guard of early exit made its thresholds stricter while the row was decoded
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -268,8 +272,11 @@ class Sampler:
             check_drawn(row, log_prob)
         return tokens.tolist(), log_probs
 
-    def full_tokens(self, row: int, logits: torch.Tensor, first_index: int) -> list[int]:
-        """What a plain step would have drawn at indices first_index .. of a row's history, from logits (T, V)."""
+    def full_tokens(self, row: int, logits: torch.Tensor, first_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a plain step would have drawn at indices first_index .. of a row's history, from logits (T, V).
+
+        Returns tokens (T,) and the logits after penalty and bias (T, V).
+        """
         history = self.histories[row]
         at = torch.arange(first_index, first_index + len(logits), device=self.device)
         seen = None
@@ -279,7 +286,8 @@ class Sampler:
                 seen[t, history[: first_index + t]] = True
         penalty = self.sampling.repetition_penalty
         logits = kernels.penalise(logits[:, None], seen, None, penalty, self.bias, self.impl)[:, 0]
-        return kernels.sample_token(logits, self.seeds[[row] * len(at)], at, **self.law, impl=self.impl)[0].tolist()
+        tokens, _, _ = kernels.sample_token(logits, self.seeds[[row] * len(at)], at, **self.law, impl=self.impl)
+        return tokens, logits
 
     def draft(self, rows, logits: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Propose one token per row from a drafter's logits (B, V), after drafts drafted (B, j) of this round.

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import kernels
+from certificate import fit_platt
 from checkpoint import fingerprint_of, write_atomically
 from decode import Batch, Block, PlainStep, SamplingParams, generate, heed, pack, run_loop
 from model import GPT, DraftHead
@@ -340,22 +341,6 @@ def new_draft_head(target: GPT, vocab, seed: int) -> DraftHead:
 
 
 # ------------------------------------------------------------------------------------------------------- figures
-
-
-def fit_platt(confidence: torch.Tensor, agrees: torch.Tensor) -> tuple[float, float]:
-    """Slope and bias (Platt 1999): sigmoid(slope * logit(confidence) + bias) is the chance that agrees (N,) bool is true."""
-    x = kernels.logit(confidence.double())
-    inputs, start = torch.stack((x, torch.ones_like(x)), 1), torch.tensor([1.0, 0.0], dtype=torch.float64)
-    scale = start
-    for _ in range(50):  # Newton's method, a little damped towards slope 1, bias 0: the data may separate
-        chance = torch.sigmoid(inputs @ scale)
-        weight = (chance * (1 - chance)).clamp(min=1e-9)[:, None]
-        gradient = inputs.T @ (chance - agrees.double()) + scale - start
-        change = torch.linalg.solve((weight * inputs).T @ inputs + torch.eye(2, dtype=torch.float64), gradient)
-        scale = scale - change
-        if change.abs().max() < 1e-9:
-            break
-    return max(float(scale[0]), 1e-3), float(scale[1])
 
 
 def auroc(score: torch.Tensor, label: torch.Tensor) -> float:

@@ -9,20 +9,53 @@
 A row that goes deeper takes the rows parked on its way along, in one pass, so every stored key and value is the full
 model's for the emitted tokens: the only error is the choice made at an exit. Self-speculation (speculative.py) is the same
 machine with another policy: it drafts by parking and verifies by flushing, and emits only what the deep pass confirms.
+
+How sure an exit must be is calibrate_threshold's to choose, with a bound on what that costs; Guard watches it in use.
 """
 
 from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from datetime import date
 from functools import partial
 from numbers import Real
 
 import torch
 
 import kernels
-from decode import Batch, Block, Generation, SamplingParams, check_drawn, pack, run_loop
+from certificate import (
+    AGREEMENTS,
+    LOSSES,
+    Certificate,
+    Guard,
+    Watch,
+    betting_p,
+    certified,
+    conditions,
+    first_passing,
+    fit_platt,
+    fixed_sequence,
+    hoeffding_bentkus_p,
+    stricter,
+    upper_bound,
+)
+from decode import (
+    Batch,
+    Block,
+    Control,
+    Generation,
+    Sampler,
+    SamplingParams,
+    check_drawn,
+    generate,
+    heed,
+    pack,
+    run_loop,
+)
 from model import GPT
 from rounds import captured, new_pool, runs_alone
 
@@ -146,15 +179,24 @@ def last_rows(hidden: list[torch.Tensor]) -> torch.Tensor:
     return hidden[0][-1:] if len(hidden) == 1 else torch.stack([x[-1] for x in hidden])
 
 
+def excess_nats(logits: torch.Tensor, full: torch.Tensor, emitted: torch.Tensor) -> torch.Tensor:
+    """By how much emitted (T,) tokens are less likely than full (T,) under logits (T, V), in nats: (T,) float64."""
+    likely, unlikely = (logits.double().gather(-1, x[:, None])[:, 0] for x in (full, emitted))
+    return likely - unlikely
+
+
 class EarlyExitStep:
     """One token per row from the first confident exit, or from the full depth."""
 
-    def __init__(self, thresholds, confidence: str, kv_fill: str, max_parked: int, audit: bool):
+    def __init__(
+        self, thresholds, confidence: str, kv_fill: str, max_parked: int, audit: bool, guard: Guard | None = None
+    ):
         self.thresholds, self.confidence, self.kv_fill = thresholds, confidence, kv_fill
-        self.max_parked, self.audit = max_parked, audit
+        self.max_parked, self.audit, self.guard = max_parked, audit, guard
 
     def start(self, batch: Batch) -> None:
         self.depths = Depths(batch, batch.model.config.exit_layers, self.kv_fill)
+        self.watch = None if self.guard is None else Watch(self.guard, self.max_parked + 1)
 
     def __call__(self, batch: Batch, rows: list[int], cap: int | None) -> list[Block]:
         """Each row by itself:
@@ -171,7 +213,8 @@ class EarlyExitStep:
             if segment == depths.n_segments - 1:
                 if self.audit:
                     for row, x in zip(going, hidden):
-                        self.judge(batch, row, x[:-1], len(batch.tokens[row]) - len(x) + 1)
+                        n_wrong = self.judge(batch, row, x[:-1], len(batch.tokens[row]) - len(x) + 1)
+                        self.hear(batch, row, n_wrong, len(x))  # the deepest token is the full head's own
                 return model.logits(last_rows(hidden)), [True] * len(going)
             # the new row counts as parked already: segment 0 has computed it and the last has not
             free = [cap != 0 and depths.n_parked(row) <= self.max_parked for row in going]
@@ -197,21 +240,41 @@ class EarlyExitStep:
             batch.generations[row].stats.verify_seconds += time.perf_counter() - began
         return [blocks[row] for row in rows]
 
-    def judge(self, batch: Batch, row: int, hidden: torch.Tensor, first_index: int) -> None:
-        """Audit: what the full head says, with the same noise, of tokens that an exit emitted at first_index .."""
+    def judge(self, batch: Batch, row: int, hidden: torch.Tensor, first_index: int) -> int:
+        """Audit: what the full head says, with the same noise, of tokens that an exit emitted at first_index ..
+
+        Returns how many of them it would have drawn otherwise.
+        """
         if not len(hidden):
-            return
-        full = batch.sampler.full_tokens(row, batch.model.logits(hidden), first_index)
-        emitted = batch.tokens[row][first_index : first_index + len(full)]
-        stats = batch.generations[row].stats
+            return 0
+        full, logits = batch.sampler.full_tokens(row, batch.model.logits(hidden), first_index)
+        emitted = torch.tensor(batch.tokens[row][first_index : first_index + len(full)], device=full.device)
+        stats, n_wrong = batch.generations[row].stats, int((full != emitted).sum())
         stats.audited += len(full)
-        stats.audit_disagreed += sum(a != b for a, b in zip(full, emitted))
+        stats.audit_disagreed += n_wrong
+        if n_wrong:
+            stats.audit_nats += float(excess_nats(logits, full, emitted).sum())
+        return n_wrong
+
+    def hear(self, batch: Batch, row: int, n_wrong: int, n_tokens: int) -> None:
+        """Tell the guard of a flush of n_tokens emitted tokens; if that alarms it, all rows go on more strictly."""
+        if self.watch is None or not self.watch.hear(n_wrong, n_tokens):
+            return
+        warnings.warn(
+            f"early exit: the audit found {self.watch.n_wrong} of {self.watch.n_tokens} tokens wrong, more than the"
+            f" promised {self.guard.risk:g}: thresholds are now one step stricter",
+            stacklevel=2,
+        )
+        self.thresholds = stricter(self.thresholds)
+        self.watch = Watch(self.guard, self.max_parked + 1)
+        for other, out in enumerate(batch.generations):
+            out.stats.tightened += other == row or out.finish_reason is None
 
     def commit(self, batch: Batch, rows: list[int], kept: list[list[int]]) -> None:
         ended = [row for row in rows if batch.generations[row].finish_reason and self.depths.n_parked(row)]
         if self.audit and ended:
             for row, x in zip(ended, self.depths.deepen(ended, [self.depths.nothing] * len(ended))):
-                self.judge(batch, row, x, len(batch.tokens[row]) - len(x))
+                self.hear(batch, row, self.judge(batch, row, x, len(batch.tokens[row]) - len(x)), len(x))
                 batch.generations[row].stats.layer_passes += self.depths.take_passes(row)
 
 
@@ -326,7 +389,14 @@ class EarlyExitSegments:
 
 
 def early_exit_step(
-    model: GPT, sampling: SamplingParams, thresholds, confidence: str, kv_fill: str, max_parked: int, audit: bool
+    model: GPT,
+    sampling: SamplingParams,
+    thresholds,
+    confidence: str,
+    kv_fill: str,
+    max_parked: int,
+    audit: bool,
+    guard: Guard | None = None,
 ):
     """EarlyExitStep, or where each segment can be one launch its counterpart: the same tokens.
 
@@ -334,7 +404,7 @@ def early_exit_step(
     """
     if runs_alone(model, sampling) and not audit and max_parked < kernels.MAX_ROWS:
         return EarlyExitSegments(thresholds, confidence, kv_fill, max_parked)
-    return EarlyExitStep(thresholds, confidence, kv_fill, max_parked, audit)
+    return EarlyExitStep(thresholds, confidence, kv_fill, max_parked, audit, guard)
 
 
 def check_thresholds(threshold, exit_layers: Sequence[int]) -> list[float]:
@@ -354,6 +424,16 @@ def check_confidence(confidence: str) -> str:
     return confidence
 
 
+def check_machine(exits, confidence: str, kv_fill: str, max_parked: int) -> None:
+    if not exits:
+        raise ValueError("this model has no exit heads: train them with train_exit_heads.py --stage exits")
+    check_confidence(confidence)
+    if kv_fill not in ("recompute", "propagate"):
+        raise ValueError(f"kv_fill is {kv_fill!r}: choose recompute or propagate")
+    if not isinstance(max_parked, int) or max_parked < 1:
+        raise ValueError(f"max_parked is {max_parked!r}: it must be an integer >= 1")
+
+
 def early_exit_generate(
     model: GPT,
     prompts: list[list[int]],
@@ -366,27 +446,254 @@ def early_exit_generate(
     tokenizer=None,
     on_tokens: Callable[[int, list[int]], None] | None = None,
     *,
+    guard: Guard | bool | None = None,
     control: str | None = None,
 ) -> list[Generation]:
     """Decode with early exits (Schuster et al. 2022; deferred keys and values: Bae et al. 2023).
 
     A token leaves at the first exit whose head's confidence ("max_prob", "margin" or "entropy", of its raw logits) reaches
     the threshold, and is drawn from that head with the plain step's noise. A threshold above 1 is plain decoding, token for
-    token. kv_fill: "recompute" keeps the cache exact with at most max_parked rows waiting; "propagate" projects the exit's
-    hidden state, approximate. audit counts in stats how often the full head would have drawn another token.
+    token; None takes the calibrated ones of the checkpoint, or is a ValueError that says what they do not hold for.
+    kv_fill: "recompute" keeps the cache exact with at most max_parked rows waiting; "propagate" projects the exit's
+    hidden state, approximate. audit counts in stats how often the full head would have drawn another token, and what
+    that costs in nats. guard, which needs audit: a Guard, or True for one with the certificate's risk and delta.
     """
     exits = model.config.exit_layers
-    if not exits:
-        raise ValueError("this model has no exit heads: train them with train_exit_heads.py --stage exits")
-    if threshold is None:
-        raise ValueError("threshold is None, and this checkpoint holds no calibrated ones: give a number, such as 0.9")
+    check_machine(exits, confidence, kv_fill, max_parked)
+    if threshold is None or guard is True:
+        certificate = certified(model, sampling, confidence, kv_fill, max_parked)
+        threshold = certificate.thresholds if threshold is None else threshold
+        if guard is True and certificate.loss != "disagreement":
+            raise ValueError("guard is True, but the certificate bounds nats: give Guard(risk), a share of tokens")
+        guard = Guard(certificate.risk, certificate.delta) if guard is True else guard
     thresholds = check_thresholds(threshold, exits)
-    check_confidence(confidence)
-    if kv_fill not in ("recompute", "propagate"):
-        raise ValueError(f"kv_fill is {kv_fill!r}: choose recompute or propagate")
-    if not isinstance(max_parked, int) or max_parked < 1:
-        raise ValueError(f"max_parked is {max_parked!r}: it must be an integer >= 1")
     if audit and kv_fill == "propagate":
         raise ValueError("audit needs kv_fill='recompute': propagated rows never reach the full head")
-    step = early_exit_step(model, sampling, thresholds, confidence, kv_fill, max_parked, audit)
+    if guard and not audit:
+        raise ValueError(f"guard is {guard!r}, and audit is False: it listens to the audit, so give audit=True")
+    step = early_exit_step(model, sampling, thresholds, confidence, kv_fill, max_parked, audit, guard or None)
     return run_loop(model, prompts, sampling, step, tokenizer, on_tokens, control)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Thresholds with a guarantee: Learn-then-Test (Angelopoulos et al. 2021)
+#
+@torch.inference_mode()
+def score_exits(model: GPT, sampling: SamplingParams, prompt: list[int], new: list[int], seed: int, confidence: str):
+    """One full-depth pass over prompt and its T new tokens, which asks every exit at each of them.
+
+    The text is plain decoding's with that seed. Returns three (exits, T) tensors in float64: confidences, whether the
+    exit's token with the same noise is another than the text's, and by how many nats it is less likely.
+    """
+    ids = torch.tensor([prompt + new[:-1]], device=model.device)
+    positions = torch.arange(ids.shape[1], device=model.device)[None]
+    sampler = Sampler(replace(sampling, seed=[seed]), [prompt + new], model)
+    said, x, first = torch.tensor(new, device=model.device), model.embed(ids, positions), 0
+    confidences, tokens = [], []
+    for layer in model.config.exit_layers:
+        x = model.run_layers(x, None, positions, first, layer)
+        logits = model.logits(x[0, len(prompt) - 1 :], layer)  # (T, V)
+        sure = model.scaled(kernels.confidence(logits, confidence), layer, confidence).double()
+        token, law = sampler.full_tokens(0, logits, len(prompt))
+        possible = law.amax(-1) > -torch.inf  # a bias may forbid all that a reduced vocabulary knows
+        confidences.append(sure.where(possible, -1.0))
+        tokens.append(token.where(possible, said))
+        first = layer
+    x = model.run_layers(x, None, positions, first, model.config.n_layer)
+    _, law = sampler.full_tokens(0, model.logits(x[0, len(prompt) - 1 :]), len(prompt))
+    nats = [excess_nats(law, said, token) for token in tokens]
+    return (
+        torch.stack(confidences).cpu(),
+        torch.stack([t != said for t in tokens]).double().cpu(),
+        torch.stack(nats).cpu(),
+    )
+
+
+def exits_taken(confidences: torch.Tensor, thresholds: Sequence[float], max_parked: int | None) -> torch.Tensor:
+    """Index of the exit where each token leaves (T,), the number of exits for the full depth; confidences (exits, T).
+
+    max_parked: a row goes deep when so many wait; None: nothing waits.
+    """
+    sure = confidences >= torch.tensor(thresholds, dtype=torch.float64)[:, None]
+    sure = torch.cat((sure, torch.ones(1, sure.shape[1], dtype=torch.bool)))
+    taken, n_parked = sure.int().argmax(0).tolist(), 0
+    for i, exit in enumerate(taken):
+        if exit == len(thresholds) or n_parked == max_parked:
+            taken[i], n_parked = len(thresholds), 0
+        else:
+            n_parked += 1
+    return torch.tensor(taken)
+
+
+def scored_loss(scores, thresholds: Sequence[float], loss: str, max_parked: int | None) -> float:
+    """The loss of one text at a setting, by what score_exits found."""
+    confidences, wrong, nats = scores
+    taken = exits_taken(confidences, thresholds, max_parked)
+    of_each = wrong if loss == "disagreement" else nats
+    of_each = torch.cat((of_each, torch.zeros(1, of_each.shape[1])))
+    return max(float(of_each.gather(0, taken[None]).mean()), 0.0)
+
+
+def family(scores: list, n_exits: int) -> list[list[float]]:
+    """Thresholds of each exit for each of AGREEMENTS, from the strictest setting on.
+
+    One number decides for all exits: the chance of agreeing that each asks for, which a fit (Platt 1999) to the scored
+    texts turns into a confidence of that exit. So a setting means equal errors at all exits, whatever scale their
+    confidences have, and depths that seldom agree drop out by themselves.
+    """
+    fits = []
+    for i in range(n_exits):
+        confidences, wrong = (torch.cat([score[part][i] for score in scores]) for part in (0, 1))
+        fits.append(fit_platt(confidences.clamp(1e-7, 1 - 1e-7), wrong == 0))  # float32 is 1 from there on
+    settings = []
+    for agreement in AGREEMENTS:
+        logits = [(math.log(agreement / (1 - agreement)) - bias) / slope for slope, bias in fits]
+        thresholds = [1 / (1 + math.exp(-min(max(x, -30.0), 30.0))) for x in logits]
+        settings.append([t if t <= 1 - 1e-7 else 2.0 for t in thresholds])
+    return settings
+
+
+@torch.inference_mode()
+def free_losses(model, prompts, sampling, thresholds, loss, confidence, kv_fill, max_parked, batch_size):
+    """Decode with exits on: loss of each sequence, and the generations."""
+    losses, generations = [], []
+    for first in range(0, len(prompts), batch_size):
+        part = slice(first, first + batch_size)
+        own = replace(sampling, seed=sampling.seed[part])
+        audit = kv_fill == "recompute"
+        outs = early_exit_generate(model, prompts[part], own, thresholds, confidence, kv_fill, max_parked, audit)
+        for prompt, seed, out in zip(prompts[part], own.seed, heed(outs)):
+            n_wrong, nats = out.stats.audit_disagreed, out.stats.audit_nats
+            if not audit:  # propagated keys mislead the full head too: every token is judged, by a pass without them
+                ids, said = torch.tensor([prompt + out.tokens[:-1]]), torch.tensor(out.tokens)
+                logits = model(ids.to(model.device))[0, len(prompt) - 1 :]
+                sampler = Sampler(replace(sampling, seed=[seed]), [prompt + out.tokens], model)
+                full, law = sampler.full_tokens(0, logits, len(prompt))
+                n_wrong = int((full.cpu() != said).sum())
+                nats = float(excess_nats(law, full, said.to(full.device)).sum())
+            losses.append((n_wrong if loss == "disagreement" else max(nats, 0.0)) / len(out.tokens))
+        generations += outs
+    return losses, generations
+
+
+def calibrate_threshold(
+    model: GPT,
+    prompts: list[list[int]],
+    sampling: SamplingParams,
+    risk: float,
+    delta: float = 0.05,
+    clip: float = 0.2,
+    loss: str = "disagreement",
+    confidence: str = "max_prob",
+    kv_fill: str = "recompute",
+    max_parked: int = 8,
+    *,
+    honest: bool = False,
+    batch_size: int = 32,
+    data: str = "",
+    say: Callable[[str], None] | None = None,
+) -> Certificate:
+    """Thresholds with which the expected clipped loss of a sequence is at most risk, with probability 1 - delta.
+
+    prompts: ids, drawn like those to be served and used in no training; row i has seed + i. loss: "disagreement", the
+    share of tokens that differ from what the full model would have drawn there with the same noise, or "nll", by how
+    many nats a token they are less likely than those, before temperature and filters. A sequence counts at most clip,
+    so that a few hundred are enough; the share that is cut is reported. say hears a line of progress now and then.
+
+    1. a third of the prompts: decoded plainly, and one full-depth pass over each text scores every exit (score_exits)
+    2. settings: family(), from the strictest to the loosest
+    3. the loosest setting whose scores would pass, were there as many as sequences left: the first candidate
+    4. the other prompts: decoded with exits on at the candidate, tested by betting; if it fails, one setting stricter
+
+    The guarantee is that of the tests in step 4 alone, which know nothing of what chose their candidate: try k is
+    tested at delta / 2^k, so all of them together err with chance delta (first_passing). Scores on texts decoded
+    without exits only propose. honest=True decodes at every setting instead, from the strictest on until one fails,
+    each at delta (fixed_sequence): up to 20 times as long, and not misled by the scores. Where nothing passes, the
+    thresholds are above 1. Raises ValueError for what cannot be promised, such as a risk that takes more prompts.
+    """
+    check_machine(model.config.exit_layers, confidence, kv_fill, max_parked)
+    guarantee = Guard(risk, delta)  # checks both
+    if loss not in LOSSES:
+        raise ValueError(f"loss is {loss!r}: choose {', '.join(LOSSES)}")
+    if not isinstance(clip, Real) or not risk < clip or (loss == "disagreement" and clip > 1):
+        raise ValueError(f"clip is {clip!r}: it must be above the risk, {risk:g}, and at most 1 for a share of tokens")
+    if Control(None).cap() == 0:
+        raise ValueError("NANOSPEC_PLAIN is set, and would hide what exits do: unset it to calibrate")
+    full = [i for i, prompt in enumerate(prompts) if len(prompt) >= model.config.block_size]
+    if full or sampling.max_new_tokens < 1:
+        raise ValueError(
+            f"max_new_tokens is {sampling.max_new_tokens}, prompts without room are {full}: nothing to decode"
+        )
+    say = say or (lambda line: None)
+    scaled_risk, n_scored = risk / clip, len(prompts) // 3
+    n, first_level = len(prompts) - n_scored, delta if honest else delta / 2
+    needed = next(m for m in range(1, 10**6) if betting_p([0.0] * m, scaled_risk, first_level) <= first_level)
+    if n < needed or n_scored < 1:
+        enough = next(m for m in range(3, 10**6) if m - m // 3 >= needed)
+        raise ValueError(
+            f"prompts has {len(prompts)}: even without an error, risk {risk:g} at clip {clip:g} takes at least"
+            f" {enough}; give more, or a higher risk"
+        )
+    sampling = replace(sampling, seed=sampling.row_seeds(len(prompts)))
+    n_exits, waiting = len(model.config.exit_layers), max_parked if kv_fill == "recompute" else None
+
+    say(f"{n_scored} sequences are decoded plainly, and scored")  # 1
+    scores = []
+    for first in range(0, n_scored, batch_size):
+        part = slice(first, min(first + batch_size, n_scored))
+        own = replace(sampling, seed=sampling.seed[part])
+        outs = heed(generate(model, prompts[part], own))
+        scores += [
+            score_exits(model, sampling, prompt, out.tokens, seed, confidence)
+            for prompt, out, seed in zip(prompts[part], outs, own.seed)
+        ]
+    settings = family(scores, n_exits)  # 2
+    kept, kept_sampling = prompts[n_scored:], replace(sampling, seed=sampling.seed[n_scored:])
+    tried: list[dict] = []
+
+    def test(index: int, level: float) -> float:
+        how = (loss, confidence, kv_fill, max_parked, batch_size)
+        losses, outs = free_losses(model, kept, kept_sampling, settings[index], *how)
+        scaled = [min(x / clip, 1.0) for x in losses]
+        n_tokens = sum(out.stats.tokens for out in outs)
+        p_values = {
+            "betting": lambda r: betting_p(scaled, r, level),
+            "hoeffding_bentkus": lambda r: hoeffding_bentkus_p(scaled, r),
+        }
+        figures = {"thresholds": settings[index], "agreement": AGREEMENTS[index], "level": level, "n": len(losses)}
+        figures |= {"empirical_risk": clip * sum(scaled) / n, "clipped_share": sum(x > clip for x in losses) / n}
+        figures |= {"exited": sum(out.stats.exited for out in outs) / n_tokens}
+        figures |= {"mean_layers": sum(out.stats.layer_passes for out in outs) / n_tokens}
+        figures |= {f"p_{name}": p(scaled_risk) for name, p in p_values.items()}
+        figures |= {f"bound_{name}": clip * upper_bound(p, level) for name, p in p_values.items()}
+        tried.append(figures)
+        passed = figures["p_betting"] <= level
+        say(
+            f"agreement {AGREEMENTS[index]:.4f}: loss {figures['empirical_risk']:.4f}, {figures['exited']:.1%} exit,"
+            f" p {figures['p_betting']:.3g} {'<=' if passed else '>'} {level:.3g}"
+        )
+        return figures["p_betting"]
+
+    def as_scored(thresholds):
+        scaled = [min(scored_loss(score, thresholds, loss, waiting) / clip, 1.0) for score in scores]
+        return betting_p((scaled * 3)[:n], scaled_risk, first_level)  # as many as will be tested: two thirds
+
+    if honest:
+        last = fixed_sequence((test(i, delta) for i in range(len(settings))), delta)
+        chosen = tried[last] if last >= 0 else None
+    else:
+        candidate = fixed_sequence(map(as_scored, settings), first_level)  # 3
+        chosen = tried[-1] if first_passing(test, candidate, delta) >= 0 else None  # 4
+    if chosen is None:
+        nothing = {"thresholds": [2.0] * n_exits, "agreement": None, "level": delta, "n": n}
+        nothing |= dict.fromkeys(("empirical_risk", "clipped_share", "exited"), 0.0)
+        nothing |= {"mean_layers": float(model.config.n_layer)}
+        nothing |= dict.fromkeys(("p_betting", "p_hoeffding_bentkus", "bound_betting", "bound_hoeffding_bentkus"), 0.0)
+        chosen = nothing
+    holds_for = conditions(model, sampling, confidence, kv_fill, max_parked)
+    promise = {"loss": loss, "clip": clip, **asdict(guarantee)}
+    certificate = Certificate(
+        **chosen, **promise, tried=tried, holds_for=holds_for, data=data, date=date.today().isoformat()
+    )
+    say(str(certificate))
+    return certificate

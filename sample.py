@@ -38,6 +38,7 @@ from statistics import median
 import torch
 
 import kernels
+from certificate import certified
 from checkpoint import (
     DRAFT_HEAD,
     EXIT_HEADS,
@@ -66,6 +67,7 @@ from tokenizer import apply_chat
 
 DEFAULT_PROMPT = 'def parse_header(line):\n    """Parse a header line and return its name and value."""'
 MODES = ("compare", "plain", "speculative", "early-exit", "auto")
+BY_HAND = 0.7  # threshold of a comparison where none is calibrated
 MAX_PROMPT_BYTES = 1 << 24  # no context holds more, and @/dev/zero has no end
 REPEATS, REPEAT_SECONDS = 5, 10.0  # silent runs behind the table: at most so many of each, none begun after that time
 COLOURS = {"draft": 32, "corrected": 31, "bonus": 36, "exit": 35}  # green, red, cyan, magenta
@@ -106,7 +108,12 @@ class Config:
     verify: str = flag("rejection", "rejection accepts most; coupled keeps plain's text", ("rejection", "coupled"))
     exit_layer: tuple[int, ...] = flag((), "exits to use, such as 4,8: shallow is fast, unsure (all; --draft exit: first)",
                                        parse=listed(int))  # fmt: skip
-    exit_threshold: float = flag(0.7, "confidence to leave at: lower is faster and strays more; above 1 never leaves")
+    exit_threshold: float | None = flag(
+        None,
+        "confidence to leave at: lower is faster and strays more; above 1 never leaves"
+        f" (what was calibrated; to compare where nothing was: {BY_HAND})",
+        parse=float,
+    )
     confidence: str = flag("max_prob", "judge of an exit; max_prob costs least", ("max_prob", "margin", "entropy"))
     kv_fill: str = flag("recompute", "skipped keys: exact later, or approximate now", ("recompute", "propagate"))
     num_samples: int = flag(1, "samples in one batch: more tokens/s in all, fewer for each")
@@ -152,8 +159,9 @@ class Config:
         ):
             if not good:
                 raise ValueError(message)
-        check_thresholds(self.exit_threshold, (1,))
-        if math.isinf(self.exit_threshold):
+        if self.exit_threshold is not None:
+            check_thresholds(self.exit_threshold, (1,))
+        if self.exit_threshold == math.inf:
             raise ValueError("--exit-threshold is inf: it must be finite; above 1 never leaves")
         if self.temperature is None:
             self.temperature = 0.0 if self.mode == "compare" else SamplingParams.temperature
@@ -213,6 +221,7 @@ class Session:
             pick_threads(self.model)
         ways = {"plain": True, "speculative": self.drafter is not None, "early-exit": bool(exits)}
         self.modes = [mode for mode, there in ways.items() if there] if config.mode == "compare" else [config.mode]
+        self.thresholds, self.exit_promise = self.pick_thresholds() if "early-exit" in self.modes else (None, None)
 
     @property
     def drafts(self) -> bool:
@@ -265,6 +274,24 @@ class Session:
         if path:
             load_heads(self.model, find_heads(path))
 
+    def pick_thresholds(self) -> tuple[list[float], str | None]:
+        """One per exit, and what is promised: those asked for, else the calibrated, else a guess to compare with."""
+        config, exits = self.config, self.model.config.exit_layers
+        threshold, promise = config.exit_threshold, None
+        if threshold is None:
+            try:
+                if config.exit_layer:
+                    raise ValueError(
+                        f"--exit-layer is {config.exit_layer}: calibrated are all exits; give --exit-threshold"
+                    )
+                certificate = certified(self.model, self.sampling, config.confidence, config.kv_fill)
+                return certificate.thresholds, f"Early exit: {certificate}."
+            except ValueError as error:
+                if config.mode != "compare":
+                    raise
+                threshold, promise = BY_HAND, f"Early exit: {BY_HAND} by hand, nothing promised ({error})."
+        return [threshold if e in (config.exit_layer or exits) else 2.0 for e in exits], promise
+
     def add_drafter(self) -> None:
         if self.draft is None:
             head = bundled_heads(self.model, DRAFT_HEAD)
@@ -291,11 +318,9 @@ class Session:
 
     def decode(self, mode: str, show=lambda row, tokens, sources: None, audit: bool = False) -> list[Generation]:
         """show hears what is committed; audit counts where the full model would have said something else than an exit."""
-        config, exits = self.config, self.model.config.exit_layers
-        both = self.model, self.sampling
+        config, both = self.config, (self.model, self.sampling)
         if mode == "early-exit":
-            thresholds = [config.exit_threshold if e in (config.exit_layer or exits) else math.inf for e in exits]
-            step = early_exit_step(*both, thresholds, config.confidence, config.kv_fill, max_parked=8, audit=audit)
+            step = early_exit_step(*both, self.thresholds, config.confidence, config.kv_fill, max_parked=8, audit=audit)
         elif mode != "plain" and self.drafter is not None:
             draft_len = "auto" if mode == "auto" else config.draft_len
             step = speculative_step(*both, self.drafter, draft_len, config.verify)
@@ -311,6 +336,7 @@ class Session:
             "mode": mode, "sample": row, "seed": self.config.seed + row, "model": self.config.model, "draft": self.draft,
             "dtype": self.dtype, "device": str(self.model.device), "prompt": self.prompt, "versions": versions,
             "sampling": asdict(self.sampling), "flags": asdict(self.config),
+            "thresholds": self.thresholds if mode == "early-exit" else None,
         } | asdict(out) | {"stats": out.stats.to_dict()}  # fmt: skip
 
     def optimization(self, mode: str) -> str:
@@ -469,6 +495,8 @@ def print_lines(session: Session, runs: dict) -> None:
               f"{layers:.1f} layers a token, ended by {ends}")  # fmt: skip
         if mode == "auto" and session.drafter is None:
             print("auto: plain, because --draft is none")
+        elif mode == "early-exit" and session.exit_promise:
+            print(session.exit_promise)
         elif mode == "auto":
             n_drafting = sum(sum(out.stats.drafted_histogram[1:]) for out in outs)
             whys = sum((Counter(out.stats.reasons) for out in outs), Counter())
@@ -498,6 +526,8 @@ def print_table(session: Session, runs: dict, rates: dict) -> None:
     print(f"\nMedians of {len(rates['plain'])} interleaved runs, each beside its plain run; reading the prompt counts.")
     if "speculative" in runs:
         print(promise(session, plain, runs["speculative"]))
+    if session.exit_promise:
+        print(session.exit_promise)
     best = max(ratios, key=ratios.get)
     print(f"Fastest: {best}{'' if best == 'plain' else f', {ratios[best]:.2f} times plain; same text: {same[best]}'}.")
 

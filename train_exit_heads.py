@@ -3,6 +3,7 @@
     python train_exit_heads.py --stage base                        # a target that learns its exits with it
     python train_exit_heads.py --stage draft --model runs/base     # its drafter, a tenth of its cost
     python train_exit_heads.py --stage exits --model runs/base     # exit heads alone, all else frozen
+    python train_exit_heads.py --stage calibrate --model runs/base --risk 0.01         # thresholds with a guarantee
     python train_exit_heads.py --stage report --model runs/base --draft runs/draft    # figures on held-out text
 
 A run shows loss, tokens/s and time left, logs to OUT/log.jsonl, and leaves in OUT the files of a checkpoint, in
@@ -32,20 +33,29 @@ from tqdm import tqdm
 
 import distill
 from bench import environment
+from certificate import LOSSES
 from checkpoint import (
     BUNDLED,
+    EXIT_HEADS,
     Tokenizer,
+    bundled_heads,
     check_pair,
+    find_checkpoint,
+    find_heads,
     flag,
     load_checkpoint,
+    load_heads,
     parse_flags,
     pick_device,
+    save_certificate,
     save_checkpoint,
     save_draft_head,
     save_heads,
     write_atomically,
 )
 from decode import SamplingParams, generate, heed
+from early_exit import calibrate_threshold
+from kernels import CONFIDENCES
 from model import GPT, GPTConfig
 from speculative import ModelDrafter, speculative_generate
 
@@ -276,8 +286,12 @@ PLACES = ("out", "data", "draft", "resume", "recording")  # flags that mean noth
 
 @dataclasses.dataclass
 class TrainConfig:
-    stage: str = flag("base", "what to do; all but base need --model", choices=(*STAGES, "report"))
-    out: str = flag(None, "folder of the run (runs/STAGE); report: the result file (results/models.json)", parse=str)
+    stage: str = flag("base", "what to do; all but base need --model", choices=(*STAGES, "calibrate", "report"))
+    out: str = flag(
+        None,
+        "folder of the run (runs/STAGE); report: the result file (results/models.json); calibrate: beside the exits",
+        parse=str,
+    )
     resume: bool = flag(False, "go on from the checkpoint in --out as if it had never stopped; same flags, same text")
     data: str = flag("", "a file or folder of text instead of Python's standard library")
     model: str = flag("stdlib", "stages draft, exits, report: the frozen target")
@@ -325,9 +339,35 @@ class TrainConfig:
     )
     device: str = flag("auto", "cpu, cuda, or auto")
     seed: int = flag(0, "of weights, order of the text, layer dropout and samples")
+    exits: str | None = flag(
+        None, "stage calibrate: folder of exit heads (those bundled for the model, else its own)", parse=str
+    )
+    risk: float = flag(0.01, "stage calibrate: the most that exits may cost on average; less means fewer exits")
+    delta: float = flag(0.05, "stage calibrate: chance that the promise is wrong; less takes more prompts")
+    clip: float = flag(0.2, "stage calibrate: a text counts at most so much; less takes fewer prompts, and hides more")
+    loss: str = flag("disagreement", "stage calibrate: share of other tokens, or nats a token lost", choices=LOSSES)
+    prompts: int = flag(
+        450, "stage calibrate: a third proposes the thresholds, the rest tests them; time grows with it"
+    )
+    max_new_tokens: int = flag(128, "stage calibrate: longest text that the promise holds for")
+    temperature: float = flag(
+        0.0, "stage calibrate: the promise holds for one way of sampling; this, and the next four"
+    )
+    top_k: int = flag(0, "stage calibrate: 0 is off")
+    top_p: float = flag(1.0, "stage calibrate: 1 is off")
+    min_p: float = flag(0.0, "stage calibrate: 0 is off")
+    repetition_penalty: float = flag(1.0, "stage calibrate: 1 is off")
+    confidence: str = flag("max_prob", "stage calibrate: judge of an exit; max_prob costs least", choices=CONFIDENCES)
+    kv_fill: str = flag(
+        "recompute", "stage calibrate: exact keys later, or approximate ones now", choices=("recompute", "propagate")
+    )
+    dtype: str = flag("auto", "stage calibrate: what will be served; auto: bfloat16 on a GPU, else float32")
+    quantize: str | None = flag(None, "stage calibrate: what will be served", choices=("int8", "int4"), parse=str)
+    honest: bool = flag(False, "stage calibrate: test every setting by decoding; up to 20 times as long, finds more")
 
     def __post_init__(self):
-        self.out = self.out or ("results/models.json" if self.stage == "report" else f"runs/{self.stage}")
+        if self.stage != "calibrate":
+            self.out = self.out or ("results/models.json" if self.stage == "report" else f"runs/{self.stage}")
         for name, value in STAGES.get(self.stage, {}).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -467,7 +507,10 @@ def save_state(config, task, optimizers, step, seconds) -> None:
     state = {"step": step, "seconds": seconds, "corpus": task.text_hash, "model": task.trained.state_dict()}
     state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
     write_atomically(Path(config.out) / "train.pt", lambda p: torch.save(state, p))
-    flags = {name: value for name, value in dataclasses.asdict(config).items() if name not in PLACES}
+    others = [
+        field.name for field in dataclasses.fields(config) if field.metadata["help"].startswith("stage calibrate")
+    ]
+    flags = {name: value for name, value in dataclasses.asdict(config).items() if name not in (*PLACES, *others)}
     own = "the target's own texts" if config.stage in ("exits", "drafter") else ""
     text = Path(config.data).name or own or f"standard library of Python {platform.python_version()}"
     origin = {"text": text, "text_sha256": task.text_hash, "steps_done": step, "seconds": round(seconds)}
@@ -773,6 +816,47 @@ def drafter_task(config: TrainConfig) -> Task:
     return Task(head, losses, weights, batch, look, write, digest, head)
 
 
+def calibrate(config: TrainConfig) -> int:
+    """Certified thresholds for a model's exits, into exits.json beside them (--out: elsewhere)."""
+    model, tokenizer = load_checkpoint(config.model, config.device, config.dtype, config.quantize)
+    if tokenizer is None:
+        raise ValueError(f"--model {config.model}: it has no tokenizer that could read a prompt")
+    heads = config.exits or (not model.config.exit_layers and bundled_heads(model, EXIT_HEADS))
+    folder = find_heads(heads) if heads else find_checkpoint(config.model)
+    if heads:
+        load_heads(model, folder)
+    model.pack()
+    if config.data or (BUNDLED / config.model).exists():  # the bundled models know code, and no conversation
+        documents, text_hash = read_corpus(config.data)
+        stream = token_stream(split_documents(documents)[1], tokenizer)
+        source = distill.cut_prompts(stream, f"{config.seed} calibration")
+        name = Path(config.data).name or f"the library of Python {platform.python_version()}"
+        data = f"held out of {name}, sha256 {text_hash}"
+    else:
+        source = distill.own_prompts(tokenizer, f"{config.seed} calibration")  # others than the heads learned from
+        data = f"{distill.PROMPTS.name}, seed {config.seed} calibration"
+    longest = model.config.block_size - config.max_new_tokens
+    if longest < 1:
+        raise ValueError(f"--max-new-tokens is {config.max_new_tokens}: the context holds {model.config.block_size}")
+    prompts = [next(source)[:longest] for _ in range(config.prompts)]
+    names = [field.name for field in dataclasses.fields(SamplingParams) if hasattr(config, field.name)]
+    sampling = SamplingParams(**{name: getattr(config, name) for name in names}, stop_tokens=tokenizer.eos_ids)
+    names = ("risk", "delta", "clip", "loss", "confidence", "kv_fill", "honest")
+    certificate = calibrate_threshold(
+        model,
+        prompts,
+        sampling,
+        **{name: getattr(config, name) for name in names},
+        data=data,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    folder = Path(config.out or folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_certificate(folder, certificate)
+    print(json.dumps(dataclasses.asdict(certificate)))
+    return 0
+
+
 def report(config: TrainConfig) -> int:
     """Figures of finished models on held-out text, into the file --out."""
     target, tokenizer, _, held_out, text_hash = frozen_target(config)
@@ -818,8 +902,8 @@ def main(argv=None) -> int:
     try:
         if n_processes > 1:
             dist.init_process_group("nccl" if pick_device(config.device).type == "cuda" else "gloo")
-        if config.stage == "report":
-            return report(config)
+        if config.stage in ("calibrate", "report"):
+            return calibrate(config) if config.stage == "calibrate" else report(config)
         tasks = {"base": base_task, "draft": draft_task, "exits": exits_task, "drafter": drafter_task}
         task = tasks[config.stage](config)
         return train(config, task)
