@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from certificate import certified, hoeffding_bentkus_p
 from checkpoint import (
     BUNDLED,
     DRAFT_HEAD,
@@ -485,7 +486,7 @@ class CanaryConfig(Config):
         "", "a JSON list of texts and {user: message}: FILE, FILE:KEY or FILE:KEY,KEY; the bundled model's when empty"
     )
     n: int = flag(16, "requests: evenly spaced prompts of the list; more find rarer faults")
-    bound: float | None = flag(None, "most that may differ, of 1 (0; early exit needs one)", parse=float)
+    bound: float | None = flag(None, "most that may differ, of 1 (0; early exit: the certificate's risk)", parse=float)
 
     def __post_init__(self):
         self.temperature = 0.0 if self.temperature is None else self.temperature
@@ -500,10 +501,11 @@ class CanaryConfig(Config):
             raise ValueError("--verify rejection keeps the law, not the text: choose coupled, or --temperature 0")
         if self.mode == "early-exit" and self.kv_fill == "propagate":
             raise ValueError("--kv-fill propagate cannot be audited: choose recompute")
-        if self.mode == "early-exit" and self.bound is None:
-            raise ValueError("--bound is missing: the share of tokens in which an early exit may differ, such as 0.02")
-        self.bound = self.bound or 0.0
-        if not 0 <= self.bound <= 1:
+        if self.mode == "early-exit" and self.bound is None and self.exit_threshold is not None:
+            raise ValueError(
+                "--bound is missing: the share of tokens in which exits by --exit-threshold may differ, such as 0.02"
+            )
+        if self.bound is not None and not 0 <= self.bound <= 1:
             raise ValueError(f"--bound is {self.bound}: it must be from 0 to 1")
 
 
@@ -512,13 +514,19 @@ def canary(config: CanaryConfig) -> dict:
 
     1. plain and optimised, with the same seed; where the texts part first, and whether that is a near-tie
     2. disagreement of a request. Lossless modes: the share of its tokens from there on, 0 behind a near-tie (temperature 0,
-       not in float64). Early exit: the share of its tokens in which the full model, with the same noise, disagrees
+       not in float64). Early exit: the share of its tokens in which the full model, with the same noise, disagrees;
+       without --bound above what the certificate allows, with its confidence
     """
     texts = read_prompts(config.prompts or str(BUNDLED / "stdlib" / "prompts.json"))
     n = config.n if config.temperature > 0 else min(config.n, len(texts))  # greedily, a prompt twice says nothing new
     asked = copy.copy(config)  # memory is planned for the longest; behind a space no text is the name of a file
     asked.prompt = " " + max((text if isinstance(text, str) else text["user"] for text in texts), key=len)
-    session = Session(asked)
+    session, bound, clip, certificate = Session(asked), config.bound or 0.0, 1.0, None
+    if config.mode == "early-exit" and config.bound is None:
+        certificate = certified(session.model, session.sampling, config.confidence, config.kv_fill)
+        if certificate.loss != "disagreement":
+            raise ValueError("--bound is missing: the certificate speaks of nats, not of tokens that differ")
+        bound, clip = certificate.risk, certificate.clip
     plain_stats, stats, shares, parted, n_optimised = [], [], [], [], 0
     for i in tqdm(range(n), desc="canary", disable=None):
         session.prompt = spelled(session.tokenizer, texts[i * len(texts) // n])
@@ -535,12 +543,17 @@ def canary(config: CanaryConfig) -> dict:
             excused = config.temperature == 0 and session.dtype != "float64" and gap <= tie
             parted.append({"request": i, "token": at, "gap": gap, "near_tie": excused})
         if config.mode == "early-exit":
-            shares.append(out.stats.audit_disagreed / max(len(out.tokens), 1))
+            shares.append(min(out.stats.audit_disagreed / max(len(out.tokens), 1), clip))
         else:
             shares.append(0.0 if excused else (n_tokens - at) / max(n_tokens, 1))
     if n_optimised == 0:
         raise ValueError(f"not one token came by {config.mode}: there is nothing to compare (is the kill switch on?)")
     disagreement = sum(shares) / n
+    above = disagreement > bound
+    if (
+        certificate is not None
+    ):  # a mean of few requests lies above its expectation every other time: it must be improbable
+        above = hoeffding_bentkus_p([1 - share / clip for share in shares], 1 - bound / clip) <= certificate.delta
     return {
         "canary": config.mode,
         "requests": n,
@@ -548,8 +561,8 @@ def canary(config: CanaryConfig) -> dict:
         "parted": parted,
         "optimised_tokens": n_optimised,
         "disagreement": disagreement,
-        "bound": config.bound,
-        "above": disagreement > config.bound,
+        "bound": bound,
+        "above": above,
         "plain": aggregate(plain_stats),
         "optimised": aggregate(stats),
     }

@@ -1,12 +1,14 @@
 import itertools
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import tiny_model, weaker
 
 import bench
+import sample
 from checkpoint import Tokenizer, save_checkpoint
 from decode import Generation
 
@@ -228,10 +230,29 @@ def test_a_canary_of_early_exit_counts_the_audit_against_the_bound(folder, capsy
     assert canary(folder, capsys, *asked, "--bound", result["disagreement"] * 0.9)[0] == 1
 
 
+def test_a_canary_without_a_bound_alarms_where_the_certificate_is_improbable(folder, capsys, monkeypatch):
+    """A risk far below what is seen is: one that is a little below it is not, on so few requests."""
+    asked = ["--mode", "early-exit", "--json", "--temperature", 1, "--n", 12]
+    certificate = SimpleNamespace(thresholds=[0.05] * 3, loss="disagreement", clip=1.0, delta=0.05, risk=1e-4)
+    for module in (bench, sample):
+        monkeypatch.setattr(module, "certified", lambda *how: certificate)
+    status, out, err = canary(folder, capsys, *asked)
+    assert not err, err
+    seen = json.loads(out)["disagreement"]
+    assert status == 1 and json.loads(out)["bound"] == 1e-4 and seen > 0.1
+    certificate.risk = 0.95 * seen
+    assert canary(folder, capsys, *asked)[0] == 0
+    certificate.clip, certificate.risk = 0.02, 0.01
+    assert json.loads(canary(folder, capsys, *asked)[1])["disagreement"] <= 0.02
+    certificate.loss = "nll"
+    assert canary(folder, capsys, *asked)[0] == 2
+
+
 @pytest.mark.parametrize(
     "more, word",
     [
-        (["--mode", "early-exit"], "--bound"),
+        (["--mode", "early-exit"], "no calibrated ones"),
+        (["--mode", "early-exit", "--exit-threshold", "0.5"], "--bound"),
         (["--bound", "2"], "--bound"),
         (["--bound", "nan"], "--bound"),
         (["--n", "0"], "--n"),
