@@ -168,7 +168,9 @@ def record(target: GPT, prompts, layers, folder: Path, n_tokens: int, max_bytes:
     folder.mkdir(parents=True, exist_ok=True)
     streams = [torch.zeros(0, dtype=dtype) for dtype in (torch.int32, torch.int32, torch.bool, torch.float32)]
     if (folder / "recording.pt").exists():
-        old = open_recording(folder, target, layers)
+        open_recording(folder, target, layers)  # says what is wrong with it
+        old = open_recording(folder, target)
+        layers = old.layers
         streams = [old.tokens, old.texts, old.written, old.temperatures]
     longest, seed = min(LONGEST, target.config.block_size), f"{seed} {len(streams[0])}"
     prompts, rng = prompts(seed), random.Random(f"{seed} lengths")
@@ -202,9 +204,9 @@ def record(target: GPT, prompts, layers, folder: Path, n_tokens: int, max_bytes:
             bar.update(len(news[0]))
 
 
-def open_recording(folder: Path, target: GPT, wanted: tuple[int, ...]) -> Recording:
+def open_recording(folder: Path, target: GPT, wanted: tuple[int, ...] = ()) -> Recording:
     """What record wrote; states stay on disk. ValueError where it is broken, another model's, or lacks states behind `wanted`,
-    which must be the last of its layers."""
+    which must be the last of its layers (all)."""
     try:
         tokens, texts, written, temperatures, layers, owner = torch.load(folder / "recording.pt", weights_only=True)
         shape = len(tokens), len(layers), target.config.n_embd
@@ -213,6 +215,7 @@ def open_recording(folder: Path, target: GPT, wanted: tuple[int, ...]) -> Record
         raise ValueError(f"{folder}: truncated, or no recording; delete it to record anew") from None
     if owner != fingerprint_of(target):
         raise ValueError(f"{folder}: recorded from another model; give another --recording, or delete it")
+    wanted = wanted or layers
     if layers[-len(wanted) :] != wanted:
         raise ValueError(
             f"{folder}: holds states behind layers {layers}, wanted are {wanted}; delete it to record anew"

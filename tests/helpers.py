@@ -124,12 +124,14 @@ def exiting(model, **fixed):
 
 def all_modes(model: GPT) -> dict:
     """name -> function(prompts, sampling, **options); reproducible ones only, so automatic lengths come with coupled, and
-    with a clock on which drafting and verifying take one second each."""
+    with a clock on which drafting and verifying take the same time."""
     weak = weaker(model)
 
     def auto(*args, **options):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(speculative, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+            patch.setattr(
+                speculative, "time", SimpleNamespace(perf_counter=lambda ticks=itertools.count(): 1e-9 * next(ticks))
+            )
             return speculative_generate(model, ModelDrafter(weak), *args, "auto", "coupled", **options)
 
     return {

@@ -214,6 +214,10 @@ def test_a_recording_goes_on_where_it_was_cut_off(tmp_path):
     longer = distill.open_recording(tmp_path, model, (2, 4))
     assert len(longer.tokens) > n and torch.equal(longer.tokens[:n], first.tokens) and len(set(seeds)) == 2
     assert torch.equal(longer.states[:n], states) and int(longer.texts[n]) == int(first.texts[-1]) + 1
+    distill.record(
+        model, prompts, (4,), tmp_path, len(longer.tokens) + 1, 1e9, (), seed=3
+    )  # all its layers are kept up
+    assert torch.equal(distill.open_recording(tmp_path, model, (2, 4)).states[: len(longer.tokens)], longer.states)
     text = longer.texts == longer.texts[-1]
     expected = true_states(model, [1, *longer.tokens[text].tolist()])[0][4, :-1]
     assert torch.allclose(longer.states[text, 1].float(), expected.float(), rtol=1e-2, atol=2e-2)
