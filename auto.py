@@ -160,15 +160,15 @@ class DraftLength:
         if len(rows) != self.n_rows:  # a pass of fewer rows has other costs
             self.costs, self.n_rows = Costs(), len(rows)
         self.round += 1
-        costs, nothing = self.costs, plans[-1]
+        costs, nothing, plans = self.costs, plans[-1], [plan for plan in plans if any(plan.offers)]
         if len(costs.verifying.get(0, ())) < 2:
             return 0, nothing, "measure"
+        if not plans:
+            return 0, nothing, "nothing to draft"
         plain_rate = len(rows) / costs.plain
         rates = {(i, k): self.rate(rows, plan, k) for i, plan in enumerate(plans) for k in self.lengths if k}
         (i, k), best = max(rates.items(), key=lambda item: item[1])
         plan = plans[i]
-        if not any(plan.offers):
-            return 0, plan, "nothing to draft"
         self.best_rate = max(best, plain_rate)
         if best <= plain_rate:
             k = next(k for k in self.lengths if k)

@@ -251,6 +251,17 @@ def test_the_better_of_two_drafters_is_found(monkeypatch):
         assert clock.now < 110
 
 
+def test_a_drafter_without_an_offer_hides_no_other():
+    """A bad drafter behind one that has nothing to offer is tried again and again, at its price."""
+    lengths = DraftLength("auto", 1)
+    for _ in range(300):
+        [k] = lengths.ask([0], [Plan("n-gram", [None]), Plan("model", [(1, None)])])
+        lengths.learn([0], [k], [0], 0.5 * k, 1.0)
+    assert lengths.tokens == [300] and 5 < sum(lengths.account) <= 0.03 * 300 + 5
+    lengths.ask([0], [Plan("n-gram", [None])])
+    assert lengths.reason == "nothing to draft"
+
+
 def test_exits_are_tried_one_by_one_and_together(monkeypatch):
     """A plan of one exit drafts like a drafter that has only that one; the last plan is the tuple's own policy."""
     model, sampling = tiny_model(seed=3), SamplingParams(20, 0.0)
