@@ -68,6 +68,23 @@ def test_ratios_are_paired_and_interleaved(folder, capsys, monkeypatch):
     assert [ratio for row in rows for ratio in (row["ratio_to_plain"], *row["ratio_quartiles"])] == [1.0] * 3 * n_modes
 
 
+def test_the_cost_model_by_hand():
+    """Of three drafts at alpha 0.5 a round has 1.875 tokens; it takes 1.5 plain tokens' time. Early exit counts layers."""
+
+    def runs(**stats):
+        out = Generation()
+        for name, value in stats.items():
+            setattr(out.stats, name, value)
+        return [out]
+
+    plain = runs(rounds=10, plain=10, verify_seconds=10.0, layer_passes=40)
+    drafted = {"accepted_histogram": [5, 3, 2], "corrected": 7, "drafted_histogram": [0, 0, 0, 10], "rounds": 10}
+    assert bench.predicted(runs(draft_seconds=5.0, verify_seconds=10.0, **drafted), plain) == pytest.approx(1.875 / 1.5)
+    assert bench.predicted(plain, plain) is not None
+    assert bench.predicted(runs(rounds=10, exited=5, plain=5, layer_passes=20), plain) == 2.0
+    assert bench.predicted(runs(plain=10), plain) is None
+
+
 def test_ctrl_c_gives_no_result(folder, capsys, monkeypatch, tmp_path):
     """What an interruption cut short is not counted as if it were whole."""
     calls = itertools.count()
