@@ -197,9 +197,10 @@ def modes_of(config: BenchConfig, model: GPT, drafter, variant: str = "") -> dic
             modes[f"{variant}{name} k={k}"] = speculative(drafter, k)
         modes[f"{variant}n-gram k={k}"] = speculative(NGramDrafter(), k)
         if exits:
-            modes[f"{variant}exit {exits[0]} drafts k={k}"] = speculative(ExitDrafter(model, exits[0]), k)
+            name = "exits draft" if k == "auto" else f"exit {exits[0]} drafts"
+            modes[f"{variant}{name} k={k}"] = speculative(ExitDrafter(model, exits if k == "auto" else exits[0]), k)
         if k == "auto":
-            present = [NGramDrafter(), drafter or (ExitDrafter(model, exits[0]) if exits else None)]
+            present = [NGramDrafter(), drafter or (ExitDrafter(model, exits) if exits else None)]
             modes[f"{variant}auto"] = speculative(ChainDrafter(*filter(None, present)), k)
     for threshold in config.exit_threshold if exits else ():
         thresholds = [threshold if e in (config.exit_layer or exits) else math.inf for e in exits]

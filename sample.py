@@ -106,7 +106,7 @@ class Config:
     stop: tuple[str, ...] = flag((), "text that ends a sample and is not shown; may be given several times", parse=str)
     draft_len: int | str = flag(4, "drafts a round: more to win, more to throw away; or auto", parse=number_or_auto)
     verify: str = flag("rejection", "rejection accepts most; coupled keeps plain's text", ("rejection", "coupled"))
-    exit_layer: tuple[int, ...] = flag((), "exits to use, such as 4,8: shallow is fast, unsure (all; --draft exit: first)",
+    exit_layer: tuple[int, ...] = flag((), "exits to use, such as 4,8: shallow is fast, unsure (all; --draft exit: first, or what automatic lengths choose)",
                                        parse=listed(int))  # fmt: skip
     exit_threshold: float | None = flag(
         None,
@@ -306,7 +306,8 @@ class Session:
         if name == "ngram":
             return NGramDrafter()
         if name == "exit":
-            layers = config.exit_layer or self.model.config.exit_layers[:1]
+            exits = self.model.config.exit_layers
+            layers = config.exit_layer or (exits if "auto" in (config.mode, config.draft_len) else exits[:1])
             return ExitDrafter(self.model, layers, confidence=config.confidence)
         if is_draft_head(name):
             return HeadDrafter(self.model, find_heads(name), config.draft_quantize or config.quantize and "int8")
