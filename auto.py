@@ -39,6 +39,7 @@ class Plan(NamedTuple):
     offers: list[tuple[int, Hashable] | None]  # of each row
     dynamic: bool = False  # it asks sampler.more between drafts, and may stop before the number it was given
     prior: float = 0.6  # chance that a draft is accepted, before any was seen
+    cost: float = 0.05  # of a draft, in passes of the target, before any was timed
 
 
 class Costs:
@@ -59,11 +60,12 @@ class Costs:
             for kept in self.drafting.values():
                 kept.pop(old, None)
 
-    def __call__(self, part: int, k: int) -> float:
+    def __call__(self, part: int, k: int, draft: float = 0.05) -> float:
+        """draft: what one costs, in plain rounds, while none of this part was timed."""
         if k == 0:
             return self.plain
         drafting = {0: [0.0], **self.drafting.get(part, {})}
-        return _on_line(drafting, k, slope=0.05 * self.plain) + _on_line(self.verifying, k, slope=0.0)
+        return _on_line(drafting, k, slope=draft * self.plain) + _on_line(self.verifying, k, slope=0.0)
 
     @property
     def plain(self) -> float:
@@ -187,7 +189,7 @@ class DraftLength:
         """Expected tokens a second."""
         offers = zip(rows, plan.offers)
         tokens = sum(self.of(row, offer, plan.prior).expected(k) if offer else 1.0 for row, offer in offers)
-        return tokens / max(self.costs(self.part(plan), k), 1e-9)
+        return tokens / max(self.costs(self.part(plan), k, plan.cost), 1e-9)
 
     @staticmethod
     def part(plan: Plan) -> int:
@@ -196,17 +198,17 @@ class DraftLength:
     def affords(self, rows: list[int], plan: Plan, k: int, grace: float) -> bool:
         """Whether every row can pay for a round whose drafts all fall."""
         plain = self.costs.plain
-        loss = self.costs(self.part(plan), k) - plain
+        loss = self.costs(self.part(plan), k, plan.cost) - plain
         return all(self.account[row] + loss <= (PRICE * self.tokens[row] + grace) * plain for row in rows)
 
     def more(self, rows: list[int], confidences: list[list[float]]) -> bool:
         """Whether another draft is worth its cost; confidences of the drafts of this round so far, (rows,) each."""
-        n, part, gain = len(confidences), self.part(self.plan), 0.0
+        n, part, cost, gain = len(confidences), self.part(self.plan), self.plan.cost, 0.0
         for i, row in enumerate(rows):
             seen = self.of(row, (part, None))
             chance = math.prod(seen.of(sure[i]) for sure in confidences)
             gain += chance * seen.at(min(n, MAX_DRAFT - 1))
-        return gain >= self.best_rate * (self.costs(part, n + 1) - self.costs(part, n))
+        return gain >= self.best_rate * (self.costs(part, n + 1, cost) - self.costs(part, n, cost))
 
     def learn(
         self, rows: list[int], n_drafted: list[int], n_accepted: list[int], draft_seconds: float, verify_seconds: float,

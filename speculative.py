@@ -43,6 +43,7 @@ class ModelDrafter:
 
     def attach(self, batch: Batch) -> None:
         self.capacity = min(batch.capacity, self.model.config.block_size)
+        self.cost = self.model.config.n_layer / batch.model.config.n_layer
 
     def reset(self, prompts: list[list[int]]) -> None:
         self.tokens = [list(prompt) for prompt in prompts]  # committed
@@ -150,7 +151,7 @@ class NGramDrafter:
 
     def plans(self, rows: list[int]) -> list[Plan]:
         lengths = [self.match(row)[0] for row in rows]
-        return [Plan("n-gram", [(0, n) if n else None for n in lengths])]  # the longer, the surer
+        return [Plan("n-gram", [(0, n) if n else None for n in lengths], cost=0.0)]  # the longer, the surer
 
     def propose(self, rows: list[int], max_k: int, sampler):
         drafts = []
@@ -215,9 +216,9 @@ class ExitDrafter:
         n, found = self.model.config.n_layer, []
         for part, exit_layer in enumerate(self.exit_layers):
             prior = 0.6 + 0.4 * exit_layer / n  # on models here: 0.71 at a quarter of the depth, 0.87 at half
-            found.append(Plan(f"exit {exit_layer}", [(part, None)] * len(rows), True, prior))
+            found.append(Plan(f"exit {exit_layer}", [(part, None)] * len(rows), True, prior, exit_layer / n))
         if len(found) > 1:
-            found.append(Plan("exits", [(len(found), None)] * len(rows), True, found[0].prior))
+            found.append(found[0]._replace(name="exits", offers=[(len(found), None)] * len(rows)))
         return found
 
     def follow(self, offers: dict[int, tuple | None]) -> None:
@@ -284,7 +285,7 @@ class HeadDrafter:
     def __init__(self, model: GPT, path, quantize: str | None = None):
         self.model = model
         self.head = path if isinstance(path, DraftHead) else load_draft_head(model, path, quantize)
-        self.prior = self.head.acceptance
+        self.prior, self.cost = self.head.acceptance, 2 / model.config.n_layer  # a block, and a head of its size
         self.head.attach(model)
 
     def check_target(self, target: GPT) -> None:
@@ -435,7 +436,7 @@ def plans_of(drafter, rows: list[int]) -> list[Plan]:
     """What a drafter may do for the next round; one that says nothing drafts for all rows, with no hint."""
     if hasattr(drafter, "plans"):
         return drafter.plans(rows)
-    known = {name: getattr(drafter, name) for name in ("dynamic", "prior") if hasattr(drafter, name)}
+    known = {name: getattr(drafter, name) for name in ("dynamic", "prior", "cost") if hasattr(drafter, name)}
     return [Plan(getattr(drafter, "name", type(drafter).__name__), [(0, None)] * len(rows), **known)]
 
 
