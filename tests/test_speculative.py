@@ -80,7 +80,7 @@ def test_greedy_and_coupled_speculation_equal_plain(drafter, arch):
             for name in totals:
                 totals[name] += getattr(out.stats, name)
             if drafter == "itself":
-                assert out.stats.corrected == 0 and out.stats.alpha == 1.0
+                assert out.stats.corrected == 0 and (out.stats.alpha == 1.0 or draft_len == "auto")
     assert totals["accepted"] > 10 and totals["bonus"] > 0
     assert (totals["corrected"] > 20) == (drafter != "itself")
 
