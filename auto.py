@@ -114,12 +114,17 @@ class Acceptance:
         return total
 
     def of(self, confidence: float) -> float:
+        """Of a draft that the drafter was so sure of; to begin with, half of what it says is believed."""
         judged, accepted = self.bins[_bin(confidence)]
-        return (accepted + BELIEF * confidence) / (judged + BELIEF)
+        return (accepted + BELIEF * (confidence + self.at(0)) / 2) / (judged + BELIEF)
 
     def fade(self, share: float) -> None:
-        for seen in (*self.places, *self.bins):
-            seen[0], seen[1] = share * seen[0], share * seen[1]
+        for kept, counts in (
+            (share, self.places),
+            (share**0.2, self.bins),
+        ):  # a drafter's word holds longer than a text does
+            for seen in counts:
+                seen[0], seen[1] = kept * seen[0], kept * seen[1]
 
     def learn(self, n_drafted: int, n_accepted: int, confidences: list[float]) -> None:
         for place in range(min(n_accepted + 1, n_drafted)):
