@@ -43,44 +43,47 @@ class Plan(NamedTuple):
 
 
 class Costs:
-    """Seconds of a round by its number of drafts: medians of what was measured lately, lines between and beyond."""
+    """Seconds of a round by its number of drafts: a line through what was measured lately, as one draft more costs less than
+    the noise of a measurement; plain rounds, which other operators may serve, have a number of their own."""
 
     def __init__(self):
         self.drafting: dict[int, dict[int, deque[float]]] = {}  # by part
         self.verifying: dict[int, deque[float]] = {}
         self.measured: dict[int, int] = {}  # in which round
+        self.lines: dict[int, tuple[float, float]] = {}  # of parts, since something was learnt
 
     def learn(self, part: int, k: int, draft_seconds: float, verify_seconds: float, now: int) -> None:
         if k:
             self.drafting.setdefault(part, {}).setdefault(k, deque(maxlen=KEPT)).append(draft_seconds)
         self.verifying.setdefault(k, deque(maxlen=KEPT)).append(verify_seconds)
         self.measured[k] = now
+        self.lines = {}
         for old in [k for k, when in self.measured.items() if now - when > 4 * FRESH]:
             del self.measured[old], self.verifying[old]
             for kept in self.drafting.values():
                 kept.pop(old, None)
 
-    def __call__(self, part: int, k: int, draft: float = 0.05) -> float:
-        """draft: what one costs, in plain rounds, while none of this part was timed."""
-        if k == 0:
-            return self.plain
-        drafting = {0: [0.0], **self.drafting.get(part, {})}
-        return _on_line(drafting, k, slope=draft * self.plain) + _on_line(self.verifying, k, slope=0.0)
+    def line(self, part: int, draft: float) -> tuple[float, float]:
+        """A round of k > 0 drafts takes first + k * second. draft: what one costs, in plain rounds, while none was timed."""
+        if part not in self.lines:
+            drafting = self.drafting.get(part) or {1: [draft * self.plain]}
+            self.lines[part] = tuple(map(sum, zip(_line({0: [0.0], **drafting}), _line(self.verifying))))
+        return self.lines[part]
 
     @property
     def plain(self) -> float:
-        return _on_line(self.verifying, 0, slope=0.0)
+        return _median(self.verifying[0]) if 0 in self.verifying else _line(self.verifying)[0]
 
 
-def _on_line(kept: dict[int, deque[float]], k: int, slope: float) -> float:
-    """At k, or on the line through the measured neighbours; where there is one alone, with a slope to begin with."""
-    if k in kept:
-        return _median(kept[k])
-    near = sorted(sorted(kept, key=lambda i: abs(i - k))[:2])
-    first, last = near[0], near[-1]
-    low, high = _median(kept[first]), _median(kept[last])
-    rise = (high - low) / (last - first) if first != last else slope
-    return max(low + rise * (k - first), 0.0)
+def _line(kept: dict[int, deque[float]]) -> tuple[float, float]:
+    """At 0, and per draft: the rising line through the medians (weighted least squares); level through a single one."""
+    points = [(k, _median(seconds), len(seconds)) for k, seconds in kept.items()]
+    n = sum(weight for *_, weight in points)
+    middle, mean = (sum(point[j] * point[2] for point in points) / n for j in (0, 1))
+    spread = sum(weight * (k - middle) ** 2 for k, _, weight in points)
+    rise = sum(weight * (k - middle) * seconds for k, seconds, weight in points) / spread if spread else 0.0
+    rise = max(rise, 0.0)
+    return mean - rise * middle, rise
 
 
 def _median(values) -> float:
@@ -105,13 +108,14 @@ class Acceptance:
             guess = (accepted + BELIEF * guess) / (judged + BELIEF)
         return guess
 
-    def expected(self, k: int) -> float:
-        """Tokens of a round with k drafts."""
-        total = chance = 1.0
-        for place in range(k):
-            chance *= self.at(place)
-            total += chance
-        return total
+    def expected(self) -> list[float]:
+        """Tokens of a round with 0, 1, .. MAX_DRAFT drafts."""
+        totals, chance, guess = [1.0], 1.0, self.prior
+        for judged, accepted in self.places:
+            guess = (accepted + BELIEF * guess) / (judged + BELIEF)
+            chance *= guess
+            totals.append(totals[-1] + chance)
+        return totals
 
     def of(self, confidence: float) -> float:
         """Of a draft that the drafter was so sure of; to begin with, half of what it says is believed."""
@@ -173,9 +177,7 @@ class DraftLength:
         if not plans:
             return 0, nothing, "nothing to draft"
         plain_rate = len(rows) / costs.plain
-        rates = {(i, k): self.rate(rows, plan, k) for i, plan in enumerate(plans) for k in self.lengths if k}
-        (i, k), best = max(rates.items(), key=lambda item: item[1])
-        plan = plans[i]
+        best, k, plan = max((self.best(rows, plan) for plan in plans), key=lambda found: found[0])
         self.best_rate = max(best, plain_rate)
         if best <= plain_rate:
             k = next(k for k in self.lengths if k)
@@ -190,11 +192,13 @@ class DraftLength:
     def of(self, row: int, offer: tuple[int, Hashable], prior: float = 0.6) -> Acceptance:
         return self.acceptance[row].setdefault(offer, Acceptance(prior))
 
-    def rate(self, rows: list[int], plan: Plan, k: int) -> float:
-        """Expected tokens a second."""
+    def best(self, rows: list[int], plan: Plan) -> tuple[float, int, Plan]:
+        """The number of drafts with the most tokens a second."""
         offers = zip(rows, plan.offers)
-        tokens = sum(self.of(row, offer, plan.prior).expected(k) if offer else 1.0 for row, offer in offers)
-        return tokens / max(self.costs(self.part(plan), k, plan.cost), 1e-9)
+        tables = [self.of(row, offer, plan.prior).expected() for row, offer in offers if offer]
+        n_others, (fixed, each) = len(rows) - len(tables), self.costs.line(self.part(plan), plan.cost)
+        rates = [((n_others + sum(table[k] for table in tables)) / (fixed + k * each), k) for k in self.lengths if k]
+        return *max(rates), plan
 
     @staticmethod
     def part(plan: Plan) -> int:
@@ -202,18 +206,18 @@ class DraftLength:
 
     def affords(self, rows: list[int], plan: Plan, k: int, grace: float) -> bool:
         """Whether every row can pay for a round whose drafts all fall."""
-        plain = self.costs.plain
-        loss = self.costs(self.part(plan), k, plan.cost) - plain
+        plain, (fixed, each) = self.costs.plain, self.costs.line(self.part(plan), plan.cost)
+        loss = fixed + k * each - plain
         return all(self.account[row] + loss <= (PRICE * self.tokens[row] + grace) * plain for row in rows)
 
     def more(self, rows: list[int], confidences: list[list[float]]) -> bool:
         """Whether another draft is worth its cost; confidences of the drafts of this round so far, (rows,) each."""
-        n, part, cost, gain = len(confidences), self.part(self.plan), self.plan.cost, 0.0
+        n, part, gain = len(confidences), self.part(self.plan), 0.0
         for i, row in enumerate(rows):
             seen = self.of(row, (part, None))
             chance = math.prod(seen.of(sure[i]) for sure in confidences)
             gain += chance * seen.at(min(n, MAX_DRAFT - 1))
-        return gain >= self.best_rate * (self.costs(part, n + 1, cost) - self.costs(part, n, cost))
+        return gain >= self.best_rate * self.costs.line(part, self.plan.cost)[1]
 
     def learn(
         self, rows: list[int], n_drafted: list[int], n_accepted: list[int], draft_seconds: float, verify_seconds: float,

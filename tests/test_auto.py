@@ -75,22 +75,29 @@ def test_the_promise_holds_for_every_row_of_a_batch_and_where_the_context_grows(
         assert max(taken) <= 1.05 * plain + 8 * plain / 400
 
 
-def test_costs_are_medians_and_lines_between_them():
+def test_costs_are_lines_through_medians():
     costs = Costs()
     for seconds in (9.0, 1.0, 1.2):
         costs.learn(0, 0, 0.0, seconds, now=1)
-    assert costs(0, 0) == costs.plain == 1.2
-    costs.learn(0, 4, 0.8, 1.6, now=1)
-    assert costs(0, 4) == pytest.approx(2.4)
-    assert costs(0, 2) == pytest.approx(0.4 + 1.4) and costs(0, 8) == pytest.approx(1.6 + 2.0)
-    assert costs(1, 4) == pytest.approx(0.05 * 1.2 * 4 + 1.6)  # a part that has not drafted yet
+    assert costs.plain == 1.2 and costs.line(0, 0.1) == pytest.approx((1.2, 0.12))
+    for _ in range(3):
+        costs.learn(0, 4, 0.8, 1.6, now=1)
+    assert costs.line(0, 0.1) == pytest.approx((1.2, 0.2 + 0.1))  # a draft, and a row more to verify
+    assert costs.line(1, 0.1) == pytest.approx((1.2, 0.12 + 0.1))  # a part that has not drafted yet
+    costs.learn(0, 2, 0.4, 0.4, now=1)  # one measurement among many bends the line little
+    assert costs.line(0, 0.1)[1] == pytest.approx(0.3, abs=0.01) and costs.plain == 1.2
     costs.learn(0, 0, 0.0, 1.0, now=4 * auto.FRESH + 2)
-    assert costs(0, 4) == pytest.approx(0.05 * 4 * costs.plain + costs.plain)  # what was measured long ago is forgotten
+    assert costs.line(0, 0.1) == pytest.approx(
+        (costs.plain, 0.1 * costs.plain)
+    )  # what was measured long ago is forgotten
+    falling = Costs()
+    falling.learn(0, 1, 0.1, 2.0, now=1), falling.learn(0, 3, 0.3, 1.0, now=1)
+    assert falling.line(0, 0.1) == pytest.approx((1.5, 0.1))
 
 
 def test_acceptance_is_learnt_by_place_by_hint_and_by_confidence():
     seen = Acceptance(0.5)
-    assert [seen.at(i) for i in range(3)] == [0.5] * 3 and seen.expected(2) == 1.75
+    assert [seen.at(i) for i in range(3)] == [0.5] * 3 and seen.expected()[:3] == [1.0, 1.5, 1.75]
     for _ in range(30):
         seen.fade(auto.MEMORY)
         seen.learn(3, 1, [0.9, 0.3, 0.1])  # the third was never judged
