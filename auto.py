@@ -50,8 +50,10 @@ class Costs:
         self.measured: dict[int, int] = {}  # in which round
 
     def learn(self, part: int, k: int, draft_seconds: float, verify_seconds: float, now: int) -> None:
-        if k:
-            self.drafting.setdefault(part, {}).setdefault(k, deque(maxlen=KEPT)).append(draft_seconds)
+        if k and part not in self.drafting:
+            self.drafting[part] = {}  # its first round also read the prompt
+        elif k:
+            self.drafting[part].setdefault(k, deque(maxlen=KEPT)).append(draft_seconds)
         self.verifying.setdefault(k, deque(maxlen=KEPT)).append(verify_seconds)
         self.measured[k] = now
         for old in [k for k, when in self.measured.items() if now - when > 4 * FRESH]:
@@ -121,7 +123,7 @@ class Acceptance:
 
     def learn(self, n_drafted: int, n_accepted: int, confidences: list[float]) -> None:
         for place in range(min(n_accepted + 1, n_drafted)):
-            bins = [self.bins[_bin(confidences[place])]] if confidences else []
+            bins = [self.bins[_bin(sure)] for sure in confidences[place : place + 1]]  # some say it of the first alone
             for seen in (self.places[min(place, MAX_DRAFT - 1)], *bins):
                 seen[0] += 1
                 seen[1] += place < n_accepted
@@ -142,7 +144,7 @@ class DraftLength:
         self.lengths = sorted({0, *lengths})
         self.acceptance: list[dict[tuple[int, Hashable], Acceptance]] = [{} for _ in range(n_rows)]
         self.account = [0.0] * n_rows  # seconds lost against plain decoding, gains taken off
-        self.tokens = [0] * n_rows
+        self.plain_seconds = [0.0] * n_rows  # what plain decoding would have taken
         self.costs, self.n_rows, self.round = Costs(), n_rows, 0
         self.plan, self.reason, self.best_rate = Plan("", [(0, None)] * n_rows), "fixed", 0.0
 
@@ -197,7 +199,7 @@ class DraftLength:
         """Whether every row can pay for a round whose drafts all fall."""
         plain = self.costs.plain
         loss = self.costs(self.part(plan), k) - plain
-        return all(self.account[row] + loss <= (PRICE * self.tokens[row] + grace) * plain for row in rows)
+        return all(self.account[row] + loss <= PRICE * self.plain_seconds[row] + grace * plain for row in rows)
 
     def more(self, rows: list[int], confidences: list[list[float]]) -> bool:
         """Whether another draft is worth its cost; confidences of the drafts of this round so far, (rows,) each."""
@@ -219,9 +221,9 @@ class DraftLength:
         self.costs.learn(self.part(self.plan), k, draft_seconds, verify_seconds, self.round)
         plain = self.costs.plain
         for row, drafted, accepted in zip(rows, n_drafted, n_accepted):
-            self.tokens[row] += accepted + 1
-            if k:
-                self.account[row] += draft_seconds + verify_seconds - (accepted + 1) * plain
+            self.plain_seconds[row] += (accepted + 1) * plain
+            # a drafter that was asked may also take time and offer nothing
+            self.account[row] += draft_seconds + (verify_seconds - (accepted + 1) * plain if k else 0.0)
             for offer, acceptance in self.acceptance[row].items():
                 acceptance.fade(MEMORY if drafted and offer == offers[row] else SLOWLY)
             if drafted:
