@@ -6,8 +6,8 @@
     inside a round                 one more draft while the chance that all before it hold, times its own, is worth its cost
 
 An account per row makes it safe: whatever a round may lose against plain decoding, at worst all of its drafts, must fit into
-what the row has gained so far plus PRICE of its plain time plus GRACE tokens. Trials of a drafter that does not pay live on
-the same account.
+what the row has gained lately plus PRICE of its plain time plus GRACE tokens. Trials of a drafter that does not pay live on
+the same account. The prompt that a drafter reads before its first draft comes on top.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import NamedTuple
 MAX_DRAFT = 8  # drafts a round that "auto" may ask for
 PRICE = 0.03  # share of plain decoding's time that trials may cost
 GRACE = 5.0  # tokens' time that they may cost beside, per row
+CREDIT = 20.0  # tokens' time that may be gained and lost again: a wrong idea of what is plain must not grow into more
 MEMORY = 0.9  # weight of what was seen a round earlier; where another drafter drafted: SLOWLY
 SLOWLY = 0.995
 BELIEF = 2.0  # judged drafts that the first guess of an acceptance counts for
@@ -52,8 +53,8 @@ class Costs:
         self.measured: dict[int, int] = {}  # in which round
         self.lines: dict[int, tuple[float, float]] = {}  # of parts, since something was learnt
 
-    def learn(self, part: int, k: int, draft_seconds: float, verify_seconds: float, now: int) -> None:
-        if k:
+    def learn(self, part: int, k: int, draft_seconds: float | None, verify_seconds: float, now: int) -> None:
+        if k and draft_seconds is not None:
             self.drafting.setdefault(part, {}).setdefault(k, deque(maxlen=KEPT)).append(draft_seconds)
         self.verifying.setdefault(k, deque(maxlen=KEPT)).append(verify_seconds)
         self.measured[k] = now
@@ -132,7 +133,7 @@ class Acceptance:
 
     def learn(self, n_drafted: int, n_accepted: int, confidences: list[float]) -> None:
         for place in range(min(n_accepted + 1, n_drafted)):
-            bins = [self.bins[_bin(confidences[place])]] if confidences else []
+            bins = [self.bins[_bin(sure)] for sure in confidences[place : place + 1]]  # some say it of the first alone
             for seen in (self.places[min(place, MAX_DRAFT - 1)], *bins):
                 seen[0] += 1
                 seen[1] += place < n_accepted
@@ -153,8 +154,9 @@ class DraftLength:
         self.lengths = sorted({0, *lengths})
         self.acceptance: list[dict[tuple[int, Hashable], Acceptance]] = [{} for _ in range(n_rows)]
         self.account = [0.0] * n_rows  # seconds lost against plain decoding, gains taken off
-        self.tokens = [0] * n_rows
+        self.plain_seconds = [0.0] * n_rows  # what plain decoding would have taken
         self.costs, self.n_rows, self.round = Costs(), n_rows, 0
+        self.started: set[int] = set()  # parts that have drafted
         self.plan, self.reason, self.best_rate = Plan("", [(0, None)] * n_rows), "fixed", 0.0
 
     def ask(self, rows: list[int], plans: list[Plan] | None = None) -> list[int]:
@@ -208,7 +210,7 @@ class DraftLength:
         """Whether every row can pay for a round whose drafts all fall."""
         plain, (fixed, each) = self.costs.plain, self.costs.line(self.part(plan), plan.cost)
         loss = fixed + k * each - plain
-        return all(self.account[row] + loss <= (PRICE * self.tokens[row] + grace) * plain for row in rows)
+        return all(self.account[row] + loss <= PRICE * self.plain_seconds[row] + grace * plain for row in rows)
 
     def more(self, rows: list[int], confidences: list[list[float]]) -> bool:
         """Whether another draft is worth its cost; confidences of the drafts of this round so far, (rows,) each."""
@@ -226,13 +228,18 @@ class DraftLength:
         """What came of a round: per row how many were drafted and accepted, how sure the drafter was of each, both times."""
         if self.fixed is not None:
             return
-        k, offers = max(n_drafted), dict(zip(rows, self.plan.offers))
-        self.costs.learn(self.part(self.plan), k, draft_seconds, verify_seconds, self.round)
+        k, part, offers = max(n_drafted), self.part(self.plan), dict(zip(rows, self.plan.offers))
+        reading = k > 0 and part not in self.started  # its first round also reads the prompt, as prefill does
+        self.costs.learn(part, k, None if reading else draft_seconds, verify_seconds, self.round)
         plain = self.costs.plain
+        if reading:
+            self.started.add(part)
+            draft_seconds = min(draft_seconds, k * self.plan.cost * plain)
         for row, drafted, accepted in zip(rows, n_drafted, n_accepted):
-            self.tokens[row] += accepted + 1
-            if k:
-                self.account[row] += draft_seconds + verify_seconds - (accepted + 1) * plain
+            self.plain_seconds[row] += (accepted + 1) * plain
+            # a drafter that was asked may also take time and offer nothing
+            account = self.account[row] + draft_seconds + (verify_seconds - (accepted + 1) * plain if k else 0.0)
+            self.account[row] = max(account, -CREDIT * plain)
             for offer, acceptance in self.acceptance[row].items():
                 acceptance.fade(MEMORY if drafted and offer == offers[row] else SLOWLY)
             if drafted:

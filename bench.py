@@ -570,9 +570,7 @@ def canary(config: CanaryConfig) -> dict:
         raise ValueError(f"not one token came by {config.mode}: there is nothing to compare (is the kill switch on?)")
     disagreement = sum(shares) / n
     above = disagreement > bound
-    if (
-        certificate is not None
-    ):  # a mean of few requests lies above its expectation every other time: it must be improbable
+    if certificate is not None:  # a mean of few lies above its expectation every other time: it must be improbable
         above = hoeffding_bentkus_p([1 - share / clip for share in shares], 1 - bound / clip) <= certificate.delta
     return {
         "canary": config.mode,

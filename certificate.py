@@ -139,9 +139,11 @@ MAX_TRIES = 5
 def conditions(model: GPT, sampling: SamplingParams, confidence: str, kv_fill: str, max_parked: int) -> dict:
     """What a certificate holds for, as json can hold it. Seeds and stops are left out: any of them may come."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+    held = None if model.cache_dtype in (None, model.dtype) else str(model.cache_dtype).removeprefix("torch.")
     return {
         **model.identity,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "cache_dtype": held,
         "confidence": confidence,
         "kv_fill": kv_fill,
         "max_parked": max_parked,

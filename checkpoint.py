@@ -134,7 +134,7 @@ def tokenizer_fingerprint(tokenizer: Tokenizer | None) -> str | None:
 
 
 def save_certificate(path: str | Path, certificate) -> None:
-    """Put an certificate.Certificate into the folder of its exits, where load_checkpoint and load_heads find it.
+    """Put a certificate.Certificate into the folder of its exits, where load_checkpoint and load_heads find it.
 
     One for the same conditions is replaced, and those for other weights, heads or tokenizers go: they hold no longer.
     """

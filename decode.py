@@ -107,9 +107,7 @@ class DecodeStats:
     layer_passes: int = 0  # layers run, drafting by exits and flushes included, however many rows rode along
     audited: int = 0  # exited tokens that the full head judged later
     audit_disagreed: int = 0
-    audit_nats: float = (
-        0.0  # by how much those tokens raise the negative log-likelihood, before temperature and filters
-    )
+    audit_nats: float = 0.0  # by how much those raise the negative log-likelihood, before temperature and filters
     tightened: int = 0  # times that the guard of early exit made its thresholds stricter while the row was decoded
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0

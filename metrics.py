@@ -35,9 +35,9 @@ def add_up(parts: Iterable[DecodeStats]) -> DecodeStats:
     total = DecodeStats()
     for stats in parts:
         for name, x in vars(stats).items():
-            ours = vars(total).get(name)
+            ours = getattr(total, name)
             if isinstance(x, dict):
-                setattr(total, name, dict(Counter(ours or {}) + Counter(x)))
+                setattr(total, name, dict(Counter(ours) + Counter(x)))
             elif name == "token_seconds":
                 ours.extend(x)
             elif isinstance(x, list):
@@ -94,7 +94,7 @@ def aggregate(batches: Iterable[Sequence[DecodeStats]], device: torch.device | s
     decoding = sum(seconds.values()) - seconds["prefill_seconds"]
     return {"requests": len(rows)} | {name: x for name, x in total.to_dict().items() if "second" not in name} | {
         "share_by_drafted": shares(dict(enumerate(total.drafted_histogram))),
-        "share_by_reason": shares(vars(total).get("reasons", {})),
+        "share_by_reason": shares(total.reasons),
         "first_token_seconds": percentiles([s.first_token_seconds for s in rows if s.first_token_seconds is not None]),
         "between_tokens_seconds": percentiles([gap for stats in rows for gap in stats.token_seconds[1:]]),
         **seconds,
@@ -137,7 +137,7 @@ class MetricsFile:
     def check(self) -> None:
         if self.path.suffix == ".prom":
             Prometheus(self.path)
-        self.path.open("a").close()
+        open(self.path, "ab+", buffering=0).close()  # as `append` does: to open a pipe for writing alone would wait
 
     def add(self, requests: Sequence[dict], outs: Sequence[Generation], device: torch.device | str = "cpu") -> None:
         """The requests of one batch, and what came of them."""
@@ -237,7 +237,7 @@ class Prometheus:
                 ("nanospec_source_tokens_total", "source", Counter(out.sources)),
                 ("nanospec_exit_tokens_total", "layers", stats.exit_histogram),
                 ("nanospec_audited_tokens_total", "verdict", agreed if stats.audited else {}),
-                ("nanospec_round_reasons_total", "reason", vars(stats).get("reasons", {})),
+                ("nanospec_round_reasons_total", "reason", stats.reasons),
             ):
                 for value, n in counts.items():
                     self.count(family, labels | {label: value}, n)

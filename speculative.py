@@ -298,9 +298,7 @@ class HeadDrafter:
     def reset(self, prompts: list[list[int]]) -> None:
         nothing = torch.zeros(0, self.model.config.n_embd, dtype=self.model.dtype, device=self.model.device)
         self.held = [0] * len(prompts)  # pairs in the cache, drafts not counted
-        self.tokens = [
-            list(prompt[1:]) for prompt in prompts
-        ]  # of the pairs that it lacks, and below their hidden states
+        self.tokens = [list(prompt[1:]) for prompt in prompts]  # of the pairs that it lacks; below, their hidden states
         self.hidden = [[nothing, *chunks] for chunks in self.batch.prompt_hidden]
         self.cache = self.head.new_cache(len(prompts), self.batch.capacity)
 
@@ -374,7 +372,9 @@ class ChainDrafter:
         found = [drafter.attach(batch) for drafter in self.drafters if hasattr(drafter, "attach")]
         shared = [depths for depths in found if depths]
         if len(shared) > 1:
-            raise ValueError("drafters share the target's cache: at most one of them can")
+            raise ValueError(
+                f"drafters hold {len(shared)} ExitDrafters: at most one may share the target's cache; give it all exits"
+            )
         return shared[0] if shared else None
 
     def reset(self, prompts: list[list[int]]) -> None:
@@ -561,8 +561,10 @@ class SpeculativeRounds(RoundStep):
 
     def launch(self, batch: Batch, rows: list[int], cap: int | None) -> None:
         asked = [0] * len(batch.tokens)
-        for row, k in () if cap == 0 else zip(rows, self.lengths.ask(rows, plans_of(self.drafter, rows)[-1:])):
-            asked[row] = capped(k, cap)
+        if cap != 0:  # a graph drafts as many as it was captured for: it cannot stop in between
+            [plan] = plans_of(self.drafter, rows)
+            for row, k in zip(rows, self.lengths.ask(rows, [plan._replace(dynamic=False)])):
+                asked[row] = capped(k, cap)
         width = max(asked)
         if width and self.behind:
             if self.rounds.in_flight:  # it is not known yet what the drafter missed

@@ -75,21 +75,55 @@ def test_the_promise_holds_for_every_row_of_a_batch_and_where_the_context_grows(
         assert max(taken) <= 1.05 * plain + 8 * plain / 400
 
 
+def test_a_drafter_that_takes_time_and_offers_nothing_is_asked_for_no_more_than_the_promise_allows():
+    lengths, seconds = DraftLength("auto", 1), 0.0
+    for _ in range(300):
+        taken = 0.5 if lengths.ask([0])[0] else 0.0
+        lengths.learn([0], [0], [0], taken, 1.0)
+        seconds += taken + 1.0
+    assert 300 < seconds <= 1.03 * 300 + 5
+
+
+def test_what_trials_may_cost_is_a_share_of_the_time_that_passed_not_of_what_it_would_be_at_the_end():
+    lengths = DraftLength("auto", 1)
+    for price in (1.0, 3.0):
+        for _ in range(100):
+            lengths.ask([0])
+            lengths.learn([0], [0], [0], 0.0, price)
+    plan = Plan("", [(0, None)])
+    lengths.account[0] = 0.04 * 400 + 3.0
+    assert not lengths.affords([0], plan, 1, grace=1.0) and lengths.affords([0], plan, 1, grace=3.0)
+
+
+def test_reading_the_prompt_does_not_make_a_drafter_look_dear():
+    """The first time that it drafts a drafter with a cache reads the prompt; here that takes the time of three tokens, or of thirty."""
+    taken = []
+    for prompt in (0.0, 3.0, 30.0):
+        lengths, done, seconds = DraftLength("auto", 1), 0, 0.0
+        while done < 300:
+            [k] = lengths.ask([0])
+            drafting, prompt = (0.1 * k + prompt, 0.0) if k else (0.0, prompt)
+            lengths.learn([0], [k], [k], drafting, 1 + 0.05 * k)
+            done, seconds = done + k + 1, seconds + drafting + 1 + 0.05 * k
+        taken.append(seconds)
+    assert taken[0] < 90 and taken[1] < taken[0] + 4 and taken[2] < taken[0] + 31
+
+
 def test_costs_are_lines_through_medians():
     costs = Costs()
     for seconds in (9.0, 1.0, 1.2):
         costs.learn(0, 0, 0.0, seconds, now=1)
     assert costs.plain == 1.2 and costs.line(0, 0.1) == pytest.approx((1.2, 0.12))
-    for _ in range(3):
+    costs.learn(0, 4, None, 1.6, now=1)  # it also read the prompt
+    assert costs.line(0, 0.1) == pytest.approx((1.2, 0.12 + 0.1))
+    for _ in range(2):
         costs.learn(0, 4, 0.8, 1.6, now=1)
     assert costs.line(0, 0.1) == pytest.approx((1.2, 0.2 + 0.1))  # a draft, and a row more to verify
     assert costs.line(1, 0.1) == pytest.approx((1.2, 0.12 + 0.1))  # a part that has not drafted yet
     costs.learn(0, 2, 0.4, 0.4, now=1)  # one measurement among many bends the line little
     assert costs.line(0, 0.1)[1] == pytest.approx(0.3, abs=0.01) and costs.plain == 1.2
     costs.learn(0, 0, 0.0, 1.0, now=4 * auto.FRESH + 2)
-    assert costs.line(0, 0.1) == pytest.approx(
-        (costs.plain, 0.1 * costs.plain)
-    )  # what was measured long ago is forgotten
+    assert costs.line(0, 0.1) == pytest.approx((costs.plain, 0.1 * costs.plain))  # the rest is forgotten
     falling = Costs()
     falling.learn(0, 1, 0.1, 2.0, now=1), falling.learn(0, 3, 0.3, 1.0, now=1)
     assert falling.line(0, 0.1) == pytest.approx((1.5, 0.1))
@@ -103,6 +137,7 @@ def test_acceptance_is_learnt_by_place_by_hint_and_by_confidence():
         seen.learn(3, 1, [0.9, 0.3, 0.1])  # the third was never judged
     assert seen.at(0) > 0.9 and seen.at(1) < 0.2 and seen.at(1) == seen.at(2)
     assert seen.of(0.95) > 0.9 and seen.of(0.3) < 0.2 and seen.of(0.15) == pytest.approx((0.15 + seen.at(0)) / 2)
+    seen.learn(3, 3, [0.9])  # a drafter may know of one draft only
     lengths = DraftLength("auto", 2)
     for hint, n_accepted in ((4, 2), (1, 0)) * 20:
         lengths.ask([0], [Plan("n-gram", [(0, hint)])])
@@ -211,6 +246,39 @@ def test_a_chain_lets_the_first_draft_that_can_and_is_lossless():
         )
 
 
+def test_a_chain_keeps_the_law_where_one_row_copies_and_another_draws():
+    """Every second row has one copied draft, the others two drawn ones, in the same round: joint law of two tokens."""
+    laws = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.3, 0.5], [0.1, 0.6, 0.3]], dtype=torch.float64)
+    drawn = torch.tensor([[0.3, 0.3, 0.4], [0.6, 0.2, 0.2], [0.3, 0.4, 0.3]], dtype=torch.float64)
+    model, small = (Tables(x.log().expand(3, 3, 3)) for x in (laws, drawn))
+
+    class Copying:
+        """Copies for every second row, a token that the law makes neither sure nor impossible."""
+
+        def reset(self, prompts):
+            pass
+
+        def plans(self, rows):
+            return [Plan("copy", [None if row % 2 else (0, None) for row in rows])]
+
+        def propose(self, rows, max_k, sampler):
+            return torch.ones(len(rows), 1, dtype=torch.int64), None, [1] * len(rows)
+
+        def commit(self, rows, tokens, hidden):
+            pass
+
+    n_rows = sample_size(9, total_variation=0.05)
+    counts = np.zeros((2, 3, 3))
+    for first in range(0, n_rows, 500):
+        prompts = [[0, 0]] * 1000
+        chain = ChainDrafter(Copying(), ModelDrafter(small))
+        outs = speculative_generate(model, chain, prompts, SamplingParams(3, seed=2 * first), 2)
+        for row, out in enumerate(outs):
+            counts[row % 2][tuple(out.tokens[:2])] += 1
+    expected = (laws[0][:, None] * laws).numpy()
+    assert chi_square_p(counts[0], expected) > 1e-6 and chi_square_p(counts[1], expected) > 1e-6
+
+
 def test_a_chain_asks_each_drafter_for_the_rows_that_are_its_own():
     asked = []
 
@@ -264,7 +332,7 @@ def test_a_drafter_without_an_offer_hides_no_other():
     for _ in range(300):
         [k] = lengths.ask([0], [Plan("n-gram", [None]), Plan("model", [(1, None)])])
         lengths.learn([0], [k], [0], 0.5 * k, 1.0)
-    assert lengths.tokens == [300] and 5 < sum(lengths.account) <= 0.03 * 300 + 5
+    assert lengths.plain_seconds == [300.0] and 5 < sum(lengths.account) <= 0.03 * 300 + 5
     lengths.ask([0], [Plan("n-gram", [None])])
     assert lengths.reason == "nothing to draft"
 

@@ -657,6 +657,9 @@ def test_what_a_certificate_does_not_hold_for_is_refused_by_name(folder, tmp_pat
         (GREEDY, {"max_parked": 4}, ["max_parked 8 (now 4)"]),
     ):
         refused(model, sampling, names, **how)
+    model.cache_dtype = torch.int8
+    refused(model, GREEDY, ["cache_dtype None (now int8)"])
+    model.cache_dtype = None
     for options, names in (
         ({"dtype": "float64"}, ["dtype float32 (now float64)"]),
         ({"quantize": "int8"}, ["quantize None (now int8)"]),

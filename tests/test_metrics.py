@@ -7,6 +7,7 @@ import math
 import os
 import random
 import resource
+import signal
 import warnings
 
 import pytest
@@ -293,6 +294,22 @@ def test_a_place_where_nothing_can_be_written_is_one_warning(decoded, tmp_path, 
         (tmp_path / "missing").mkdir()
         file.add(asked(prompts, optimization), outs)
         assert summed(exposed(tmp_path / name), "nanospec_requests_total") == 3
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+
+    def late(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(5)
+    try:
+        MetricsFile(tmp_path / "pipe")
+        assert signal.alarm(0) > 0
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # ------------------------------------------------------------------------------- many requests, and the switch thrown

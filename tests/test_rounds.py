@@ -260,6 +260,23 @@ def test_automatic_lengths_learn_one_round_late_and_leave_a_coupled_text_alone(m
             assert all(len(out.stats.drafted_histogram) == 9 and out.stats.corrected == 0 for out in outs)
 
 
+def test_rounds_that_cannot_stop_in_between_are_asked_for_the_best_length_not_the_longest(monkeypatch):
+    """Of drafters that may stop early the host asks for the most, and lets them stop."""
+    asked, choose = [], speculative.DraftLength._choose
+
+    def noted(self, rows, plans):
+        asked.append(plans)
+        return choose(self, rows, plans)
+
+    monkeypatch.setattr(speculative.DraftLength, "_choose", noted)
+    model = tiny_model()
+    for drafter in drafters(model).values():
+        for step, dynamic in zip(both(drafter, "auto", "coupled"), (True, False)):
+            asked.clear()
+            run_loop(model, PROMPTS, GREEDY, step)
+            assert {plan.dynamic for plans in asked for plan in plans} == {dynamic}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The host is one round ahead, and chooses who leads
 
