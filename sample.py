@@ -346,7 +346,8 @@ class Session:
             return "early_exit"
         if mode == "plain" or self.drafter is None:
             return "plain"
-        return "combined" if isinstance(self.drafter, ExitDrafter) else "speculative"
+        drafters = getattr(self.drafter, "drafters", [self.drafter])
+        return "combined" if any(isinstance(drafter, ExitDrafter) for drafter in drafters) else "speculative"
 
     def requests(self, mode: str) -> list[dict]:
         """Each sample as a request, for the metrics."""

@@ -349,7 +349,7 @@ def test_exits_are_tried_one_by_one_and_together(monkeypatch):
         fixed = speculative_generate(model, alone, [[1, 2]], sampling, 2)[0]
         assert out.tokens == fixed.tokens and out.stats.accepted_histogram == fixed.stats.accepted_histogram
         counted.append(out.stats.layer_passes)
-    assert len(set(counted)) == 4 or counted[3] in counted[:3]
+    assert len(set(counted[:3])) == 3
 
 
 # ------------------------------------------------------------------------------------------------- stopping in a block
