@@ -195,7 +195,7 @@ def canary(folder, capsys, *more):
 
 
 @pytest.mark.parametrize("draft", ["drafter", "exit", "ngram"])
-@pytest.mark.parametrize("more", [[], ["--temperature", 0.8, "--n", 5, "--mode", "auto"]], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("more", [[], ["--temperature", 0.8, "--n", 5]], ids=["greedy", "coupled"])
 def test_a_canary_of_lossless_modes_finds_plains_text(folder, capsys, draft, more):
     draft = folder / draft if draft == "drafter" else draft
     more = [*more, "--repetition-penalty", 0.5] if draft == "ngram" else more  # a text that repeats itself
