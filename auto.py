@@ -124,10 +124,8 @@ class Acceptance:
         return (accepted + BELIEF * (confidence + self.at(0)) / 2) / (judged + BELIEF)
 
     def fade(self, share: float) -> None:
-        for kept, counts in (
-            (share, self.places),
-            (share**0.2, self.bins),
-        ):  # a drafter's word holds longer than a text does
+        # a drafter's word holds longer than a text does
+        for kept, counts in ((share, self.places), (share**0.2, self.bins)):
             for seen in counts:
                 seen[0], seen[1] = kept * seen[0], kept * seen[1]
 

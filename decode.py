@@ -166,6 +166,11 @@ class DecodeStats:
             name: getattr(self, name) for name, x in vars(DecodeStats).items() if type(x) is property
         }
 
+    def add_reason(self, reason: str, wanted: int, n_drafted: int) -> None:
+        """Why a round drafted as it did; "no draft" where it wanted some and got none."""
+        reason = "no draft" if wanted > n_drafted == 0 else reason
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
     def add_block(self, block: Block, kept: int, stopped: bool) -> None:
         """Count a round of which the first `kept` tokens were committed; stopped: the last of them is a stop."""
         sources = block.sources[:kept]

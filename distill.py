@@ -33,7 +33,16 @@ from model import GPT, DraftHead
 from tokenizer import Tokenizer, apply_chat
 
 PROMPTS = Path(__file__).resolve().parent / "prompts" / "train.json"
-KINDS = {"asked": 0.4, "openings": 0.12, "chat": 0.17, "chat_code": 0.1, "chat_math": 0.02, "rewrite": 0.07, "prose": 0.06, "code": 0.06}  # fmt: skip
+KINDS = {
+    "asked": 0.4,
+    "openings": 0.12,
+    "chat": 0.17,
+    "chat_code": 0.1,
+    "chat_math": 0.02,
+    "rewrite": 0.07,
+    "prose": 0.06,
+    "code": 0.06,
+}
 TEMPERATURES = {0.0: 0.45, 0.7: 0.25, 1.0: 0.3}
 TOP_K = 64  # of sampled texts: noise for so few tokens costs little, and the rest would lead astray
 TEXTS = 128  # decoded together

@@ -385,7 +385,7 @@ class ChainDrafter:
         """Each drafter alone, then each behind those before it that cannot draft for every row."""
         alone, joined, self.parts = [], [], []
         for drafter in self.drafters:
-            before = [offer for offer in joined[-1].offers] if joined else [None] * len(rows)
+            before = joined[-1].offers if joined else [None] * len(rows)
             name = [joined[-1].name] if joined and any(before) else []
             for plan in plans_of(drafter, rows):
                 part, own = len(self.parts), next((offer for offer in plan.offers if offer), (0, None))
@@ -484,8 +484,7 @@ class SpeculativeStep:
             stats = batch.generations[row].stats
             stats.draft_seconds += drafted_at - began
             stats.verify_seconds += verified_at - drafted_at
-            why = "kill switch" if cap == 0 else "no draft" if wanted[i] > n_drafted[i] == 0 else self.lengths.reason
-            stats.reasons[why] = stats.reasons.get(why, 0) + 1
+            stats.add_reason("kill switch" if cap == 0 else self.lengths.reason, wanted[i], n_drafted[i])
         times = drafted_at - began, verified_at - drafted_at
         self.lengths.learn(rows, n_drafted, n_accepted, *times, batch.sampler.confidences)
         return blocks
@@ -587,8 +586,7 @@ class SpeculativeRounds(RoundStep):
         self.lengths.learn(rows, [block.n_drafted for block in blocks], accepted, 0.0, self.read_at - began)
         reason, width = self.whys.popleft()
         for row, block in zip(rows, blocks):
-            why, reasons = "no draft" if width > block.n_drafted == 0 else reason, batch.generations[row].stats.reasons
-            reasons[why] = reasons.get(why, 0) + 1
+            batch.generations[row].stats.add_reason(reason, width, block.n_drafted)
             if self.width > 0 and self.apart and len(batch.tokens[row]) > self.drafter.capacity and batch.room(row) > 1:
                 self.drafter.warn_full()
         return blocks

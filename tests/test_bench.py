@@ -27,11 +27,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-def call(folder, capsys, *more):
+def call(folder, capsys, *more, canary=False):
     flags = ["--model", folder / "target", "--draft", folder / "drafter", "--prompts", folder / "prompts.json"]
-    flags += ["--max-new-tokens", 12, "--repeats", 2, *more]
+    flags = ["canary", *flags, "--threads", 0] if canary else [*flags, "--repeats", 2]
     try:
-        status = bench.main(list(map(str, flags)))
+        status = bench.main(list(map(str, [*flags, "--max-new-tokens", 12, *more])))
     except SystemExit as stopped:
         status = stopped.code
     return status, *capsys.readouterr()
@@ -177,21 +177,7 @@ def test_quality_of_a_variant_is_perplexity_and_agreement_with_the_first(folder,
 
 
 def canary(folder, capsys, *more):
-    asked = [
-        "canary",
-        "--model",
-        folder / "target",
-        "--draft",
-        folder / "drafter",
-        "--prompts",
-        folder / "prompts.json",
-    ]
-    asked += ["--max-new-tokens", 12, "--threads", 0, *more]
-    try:
-        status = bench.main(list(map(str, asked)))
-    except SystemExit as stopped:
-        status = stopped.code
-    return status, *capsys.readouterr()
+    return call(folder, capsys, *more, canary=True)
 
 
 @pytest.mark.parametrize("draft", ["drafter", "exit", "ngram"])
