@@ -715,6 +715,12 @@ class Always:
         pass
 
 
+def test_a_round_that_wanted_drafts_and_got_none_says_so():
+    stats = speculative_generate(tiny_model(), NGramDrafter(), [[1, 2, 3]], SamplingParams(30, seed=1), 3)[0].stats
+    n_without = stats.drafted_histogram[0]
+    assert stats.reasons == {"fixed": stats.rounds - n_without, "no draft": n_without} and 0 < n_without < stats.rounds
+
+
 def test_drafts_behind_a_stop_are_not_counted():
     """A stop that is the correction hides the drafts behind the one that fell."""
     model = tiny_model()
