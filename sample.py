@@ -59,7 +59,7 @@ from checkpoint import (
     pick_dtype,
     read_config,
 )
-from decode import Generation, SamplingParams, heed, pick_threads, plain_step, run_loop
+from decode import Generation, SamplingParams, heed, near_tie, pick_threads, plain_step, run_loop
 from early_exit import check_thresholds, early_exit_step
 from metrics import MetricsFile
 from speculative import ChainDrafter, ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_step
@@ -369,18 +369,8 @@ class Session:
         }
         return [request | {"gen_ai.request.seed": config.seed + row} for row in range(config.num_samples)]
 
-    @torch.inference_mode()
     def gap(self, tokens: list[int]) -> tuple[float, float]:
-        """How far apart the two best logits behind tokens are, and below what distance they tie in this dtype."""
-        logits = self.model(torch.tensor([tokens], device=self.model.device))[:, -1]
-        seen = torch.zeros_like(logits, dtype=torch.bool)
-        seen[0, tokens] = True
-        logits = kernels.penalise(logits[:, None], seen, None, self.sampling.repetition_penalty, None)[0, 0]
-        best, second = logits.topk(2).values.tolist()
-        n_ulps = (
-            32 if self.dtype in ("float64", "float32") else 4
-        )  # rounding that a pass was seen to gather, and a margin
-        return best - second, n_ulps * torch.finfo(self.model.dtype).eps * logits[logits.isfinite()].abs().max().item()
+        return near_tie(self.model, tokens, self.sampling.repetition_penalty)
 
 
 class Shown:

@@ -1,0 +1,386 @@
+"""What bench.py measures: modes interleaved run by run, and a row of figures for each: speed, work, prediction, quality.
+
+    done, interrupted = measure(config, modes, groups, temperature, bar)
+    row = summary(config, name, modes, done, groups, temperature, roof, decode_text)
+    print(table([row, ..]))
+
+config is bench.BenchConfig: of it, how often to run, how many tokens, the seed, and the bounds of gates.
+"""
+
+import functools
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+import kernels
+import quality
+from decode import Generation, SamplingParams, heed, near_tie, pack
+from metrics import add_up, percentiles, phase_seconds
+from model import GPT, Matrix
+from speculative import HeadDrafter, ModelDrafter
+from tokenizer import Tokenizer
+
+
+class Variant(NamedTuple):
+    """The target in a dtype, or quantised under bfloat16 activations, and what drafts for it."""
+
+    name: str  # in front of its modes' names; empty where there is one
+    model: GPT
+    tokenizer: Tokenizer | None  # None of random weights
+    drafter: object | None
+
+
+class Mode(NamedTuple):
+    """A way to decode a batch of prompts, and what it promises: plain's text, plain's law, few wrong exits, or nothing."""
+
+    decode: Callable[[list[list[int]], SamplingParams], list[Generation]]
+    variant: Variant | None = None  # None of a peer
+    plain: str = "plain"  # the mode whose text or law it promises
+    promise: str | None = None  # "text", "law", "exits"
+    drafter: object | None = None
+    draft_len: int | str | None = None
+    thresholds: tuple[float, ...] = ()
+    risk: float | None = None  # of the certificate: share of tokens that may differ
+    audited: Callable[[list[list[int]], SamplingParams], list[Generation]] | None = None
+
+
+class Group(NamedTuple):
+    """Prompts that are decoded together."""
+
+    first: int  # index of the first of them in the list
+    prompts: list[list[int]]
+    items: list  # as the file has them
+
+
+class Measured(NamedTuple):
+    """What one mode did on one group."""
+
+    runs: list[Generation]  # not timed, audited where that can be
+    seconds: list[float]  # of a token, in each timed run
+    timed: list[list[Generation]]
+
+
+def token_seconds(runs: list[Generation]) -> float:
+    """Seconds per token of a batch, prefill apart."""
+    seconds = max(run.stats.seconds for run in runs) - runs[0].stats.prefill_seconds
+    return seconds / max(sum(len(run.tokens) for run in runs), 1)
+
+
+def measure(config, modes: dict[str, Mode], groups: list[Group], temperature: float, bar):
+    """{mode: what it did, by group}, and whether Ctrl-C ended it: then with the groups that were complete.
+
+    1. one run of each mode on each group, not timed: warm-up, tokens, acceptance, layers
+    2. `repeats` timed runs of each, interleaved, each time beginning with another mode
+    """
+    done, names = [], list(modes)
+    try:
+        for group in groups:
+            seeds = [config.seed + group.first + i for i in range(len(group.prompts))]
+            sampling = SamplingParams(config.max_new_tokens, temperature, seed=seeds)
+            found = {}
+            for name, mode in modes.items():
+                found[name] = Measured(heed((mode.audited or mode.decode)(group.prompts, sampling)), [], [])
+                bar.update()
+            for repeat in range(config.repeats):
+                first = repeat % len(names)
+                for name in names[first:] + names[:first]:
+                    runs = heed(modes[name].decode(group.prompts, sampling))
+                    found[name].seconds.append(token_seconds(runs))
+                    found[name].timed.append(runs)
+                    bar.update()
+            done.append(found)
+    except KeyboardInterrupt:
+        return done, True
+    return done, False
+
+
+class Ceilings(NamedTuple):
+    """What the device can do, measured in the same run: a copy, and a product of large matrices."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+
+@torch.inference_mode()
+def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    cuda = device.type == "cuda"
+    n_bytes, width = (2**30, 8192) if cuda else (2**27, 1024)
+    source, matrix = (
+        torch.ones(n_bytes, dtype=torch.uint8, device=device),
+        torch.ones(width, width, device=device, dtype=dtype),
+    )
+    target = torch.empty_like(source)
+
+    def fastest(act) -> float:
+        times = []
+        for _ in range(6):
+            began = time.perf_counter()
+            act()
+            if cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    return Ceilings(
+        2 * n_bytes / fastest(lambda: target.copy_(source)), 2 * width**3 / fastest(lambda: matrix @ matrix)
+    )
+
+
+class Work(NamedTuple):
+    """What a run's passes need, counted from shapes: bytes of weights, keys and values read, operations, bytes held."""
+
+    read: float
+    flops: float
+    held: int
+
+
+def work_of(mode: Mode, batch: list[Generation], capacity: int) -> Work:
+    """Of prompts decoded together: a pass reads the weights once, whoever rides along, and the cache of each."""
+    model, shape, rows = mode.variant.model, mode.variant.model.config, [run.stats for run in batch]
+    layer, head = matrix_bytes(model.blocks) / shape.n_layer, kernels.n_bytes(model.output_weight)
+    position = 2 * shape.n_kv_head * shape.head_dim * model.dtype.itemsize  # keys and values, of a layer
+    longest = max(rows, key=lambda stats: stats.layer_passes)
+    read = longest.layer_passes * layer + longest.target_passes * head + longest.drafted * draft_bytes(mode.drafter)
+    read += sum(stats.layer_passes * position * (capacity - stats.tokens / 2) for stats in rows)
+    weights = sum(math.prod(part.shape) for part in model.blocks.modules() if isinstance(part, Matrix))
+    weights += math.prod(model.output_weight.shape)
+    flops = 2 * weights * sum(stats.rounds + stats.drafted for stats in rows)
+    held = model.weight_bytes() + draft_bytes(mode.drafter) + len(batch) * capacity * position * shape.n_layer
+    return Work(read, flops, int(held))
+
+
+def matrix_bytes(module: torch.nn.Module) -> int:
+    return sum(kernels.n_bytes(part.weight) for part in module.modules() if isinstance(part, Matrix))
+
+
+def draft_bytes(drafter) -> int:
+    """Weights that a draft reads, beside the target's own layers."""
+    if isinstance(drafter, ModelDrafter):
+        return drafter.model.weight_bytes()
+    if isinstance(drafter, HeadDrafter):
+        return matrix_bytes(drafter.head) + kernels.n_bytes(drafter.head.output)
+    parts = [*getattr(drafter, "drafters", ()), getattr(drafter, "drafter", None)]
+    return sum(draft_bytes(part) for part in parts if part is not None)
+
+
+@functools.cache
+@torch.inference_mode()
+def exit_costs(model: GPT, batch: int, n_rounds: int = 12) -> tuple[float, float, float]:
+    """Seconds of a layer, of the final head and of asking an exit, for one new token of each of `batch` rows at position 64."""
+    cache, times = model.new_cache(batch, 65), ([], [], [])
+    ids, positions = pack([[0]] * batch, [64] * batch, model.device)
+    for _ in range(n_rounds):
+        marks = [time.perf_counter()]
+        x = model.run_layers(model.embed(ids, positions), cache, positions, 0, model.config.n_layer)[:, 0]
+        for act in (None, model.logits, lambda x: model.exit_confidence(x, model.config.exit_layers[0])):
+            if act:
+                act(x)
+            if model.device.type == "cuda":
+                torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+        for kept, began, ended in zip(times, marks, marks[1:]):
+            kept.append(ended - began)
+    layers, head, asked = map(statistics.median, times)
+    return layers / model.config.n_layer, head, asked
+
+
+def predicted(mode: Mode, batch: list[Generation], plain: list[Generation]) -> tuple[float, dict[str, float]] | None:
+    """Speed to plain by the cost model, and what it leaves out, as factors that were measured in the same run.
+
+    Speculation: (1 - alpha^(k + 1)) / (1 - alpha) tokens a round of k drafts (Leviathan et al. 2023), over the time of its drafts
+    and its verification in plain passes. Early exit: layers run, exits asked and heads read, at what each costs alone.
+    "acceptance": acceptance that is no constant, tokens of a round by the model to those seen; "loop": all but drafts and passes.
+    """
+    if mode.variant is None:
+        return None
+    total = add_up(run.stats for run in batch)
+    times, plain_times = (phase_seconds([run.stats for run in runs]) for runs in (batch, plain))
+    passes, plain_passes = (t["draft"] + t["verify"] for t in (times, plain_times))
+    loop = (1 + plain_times["other"] / plain_passes) / (1 + times["other"] / passes)
+    n_plain = sum(len(run.tokens) for run in plain)
+    if mode.promise == "exits":
+        layer, head, asked = exit_costs(mode.variant.model, len(batch))
+        n_layer, exits = mode.variant.model.config.n_layer, mode.variant.model.config.exit_layers
+        live = [e for e, threshold in zip(exits, mode.thresholds) if threshold <= 1]
+        n_asked = sum(n * sum(e <= at for e in live) for at, n in total.exit_histogram.items())
+        n_asked += (total.tokens - total.exited) * len(live)
+        # a token that leaves reads the exit's rows twice: once for its confidence, once to be drawn
+        seconds = total.layer_passes * layer + (n_asked + total.exited) * asked + total.plain * head
+        return total.tokens * (n_layer * layer + head) / seconds, {"loop": loop}
+    judged = total.accepted + total.corrected
+    alpha = total.accepted / judged if judged else 0.0
+    by_model = sum(n * sum(alpha**i for i in range(k + 1)) for k, n in enumerate(total.drafted_histogram))
+    ratio = by_model / passes * plain_passes / n_plain
+    return ratio, {"acceptance": total.tokens / by_model, "loop": loop}
+
+
+def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Measured]], groups: list[Group],
+            temperature: float, roof: Ceilings, decode_text) -> dict:  # fmt: skip
+    """A row: speed of the timed runs, counters and quality of the others. `equal` compares with plain's text token by token,
+    where plain is the variant's own; speed is compared with the first mode of all."""
+    mode, first = modes[name], next(iter(modes))
+    ours, base = [found[name] for found in done], [found[first] for found in done]
+    plains = [found[mode.plain if mode.plain in modes else first] for found in done]
+    ratios = sorted(theirs / own for a, b in zip(ours, base) for own, theirs in zip(a.seconds, b.seconds))
+    runs, plain_runs = ([run for found in part for run in found.runs] for part in (ours, plains))
+    prompts = [prompt for group in groups for prompt in group.prompts]
+    total, n_tokens = add_up(run.stats for run in runs), sum(len(run.tokens) for run in runs)
+    seconds = statistics.median(x for found in ours for x in found.seconds)
+    timed = [run.stats for found in ours for batch in found.timed for run in batch]
+    firsts, between = (
+        [s.first_token_seconds for s in timed],
+        percentiles([t for s in timed for t in s.token_seconds[1:]]),
+    )
+    n_equal = sum(x == y for run, plain in zip(runs, plain_runs) for x, y in zip(run.tokens, plain.tokens))
+    n_longest = sum(max(len(run.tokens), len(plain.tokens)) for run, plain in zip(runs, plain_runs))
+    guesses = [predicted(mode, a.runs, b.runs) for a, b in zip(ours, base)]
+    row = {
+        "mode": name, "batch": len(groups[0].prompts), "temperature": temperature,
+        "drafter": None if mode.drafter is None else name.rpartition(" k=")[0] or name, "draft_len": mode.draft_len,
+        "tokens_per_second": 1 / seconds,
+        "ratio_to_plain": statistics.median(ratios),
+        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[len(ratios) * 3 // 4]],
+        "first_token_seconds": statistics.median([x for x in firsts if x is not None] or [math.nan]),
+        "token_seconds_p50": between and between["p50"], "token_seconds_p95": between and between["p95"],
+        "equal": n_equal / n_longest,
+        "texts_equal": sum(run.tokens == plain.tokens for run, plain in zip(runs, plain_runs)), "texts": len(runs),
+        "accepted_histogram": total.accepted_histogram, "accepted_by_position": total.accepted_by_position,
+        "drafted_by_position": total.drafted_by_position, "exit_histogram": total.exit_histogram,
+        "exited": total.exited / n_tokens, "alpha": total.alpha, "pass_rate": pass_rate(groups, runs, plain_runs, decode_text),
+        "predicted_ratio": None, "prediction_terms": None, "agreement": None, "tokens_per_target_pass": None,
+        "mean_layers": None, "bandwidth_share": None, "compute_share": None, "peak_bytes": None, "kl": None,
+        "nll_difference": None, "gate": None, "time_shares": None, "timeline": [],
+    }  # fmt: skip
+    if mode.variant is None:
+        return row
+    works = [
+        work_of(mode, found.runs, max(map(len, group.prompts)) + config.max_new_tokens)
+        for found, group in zip(ours, groups)
+    ]
+    read, flops = (sum(getattr(w, part) for w in works) / n_tokens for part in ("read", "flops"))
+    phases = [phase_seconds([run.stats for run in found.runs]) for found in ours]
+    spent = {part: sum(p[part] for p in phases) for part in ("draft", "verify", "other")}
+    n_rounds = sum(max(run.stats.rounds for run in found.runs) for found in ours)
+    starts = [0.0, *itertools.accumulate(spent.values())]
+    row |= {
+        "predicted_ratio": statistics.median(ratio for ratio, _ in guesses),
+        "prediction_terms": {key: statistics.median(terms[key] for _, terms in guesses) for key in guesses[0][1]},
+        "agreement": 1 - total.audit_disagreed / n_tokens if total.audited else None,
+        "tokens_per_target_pass": n_tokens / total.target_passes,
+        "mean_layers": total.layer_passes / n_tokens,
+        "bandwidth_share": read / seconds / roof.bytes_per_second, "compute_share": flops / seconds / roof.flops_per_second,
+        "peak_bytes": max(work.held for work in works),
+        "time_shares": {part: x / sum(spent.values()) for part, x in spent.items()},
+        "timeline": [{"what": part, "start": start / n_rounds, "seconds": x / n_rounds}
+                     for (part, x), start in zip(spent.items(), starts) if x],
+        "gate": gate(config, mode, list(zip(prompts, plain_runs, runs)), temperature),
+    } | distance(mode, list(zip(prompts, plain_runs, runs)), temperature)  # fmt: skip
+    return row
+
+
+def pass_rate(groups: list[Group], runs, plain_runs, decode_text) -> dict | None:
+    """Of prompts with a check: answers that pass, and the difference to plain's with its 95% interval."""
+    items = [item for group in groups for item in group.items]
+    asked = [i for i, item in enumerate(items) if isinstance(item, dict) and "check" in item]
+    if not asked or decode_text is None:
+        return None
+    passed, baseline = (
+        [quality.grade(items[i], decode_text(part[i].tokens)) for i in asked] for part in (runs, plain_runs)
+    )
+    difference, interval = quality.paired_difference(passed, baseline)
+    return {"passed": sum(passed), "asked": len(asked), "difference": difference, "interval": interval}
+
+
+def gate(config, mode: Mode, texts: list, temperature: float) -> dict | None:
+    """The verdict on what the mode promises; texts: (prompt, plain's run, the mode's run)."""
+    if mode.promise is None:
+        return None
+    model = mode.variant.model
+    if mode.promise == "exits":
+        bound = config.max_disagreement if mode.risk is None else mode.risk
+        return quality.disagreement_gate([run.stats for *_, run in texts], bound, config.max_nats)
+    if mode.promise == "law":
+        sampling = SamplingParams(config.max_new_tokens, temperature)
+        return quality.distribution_gate(model, sampling, [(prompt, run.tokens) for prompt, _, run in texts])
+    exact, gap = model.dtype == torch.float64, None
+    if temperature == 0:
+        gap = functools.partial(near_tie, model)
+    return quality.identity_gate([(prompt, plain.tokens, run.tokens) for prompt, plain, run in texts], exact, gap)
+
+
+def distance(mode: Mode, texts: list, temperature: float) -> dict:
+    """kl: of the law that drew each token from the full model's there. nll_difference: by how much less likely the full model
+    finds the mode's tokens than what it would have drawn itself: 0 where nothing but the full model draws."""
+    if mode.promise != "exits":
+        return {"kl": 0.0, "nll_difference": 0.0}
+    sampling, n_tokens = SamplingParams(temperature=temperature), sum(len(run.tokens) for *_, run in texts)
+    kl = sum(
+        quality.text_figures(mode.variant.model, prompt, run, sampling)["kl"] * len(run.tokens)
+        for prompt, _, run in texts
+    )
+    return {"kl": kl / n_tokens, "nll_difference": sum(run.stats.audit_nats for *_, run in texts) / n_tokens}
+
+
+COLUMNS = (  # heading, width, how a row shows it
+    ("tokens/s", 9, lambda r: f"{r['tokens_per_second']:.1f}"),
+    ("to plain", 9, lambda r: f"{r['ratio_to_plain']:.2f}x"),
+    ("quartiles", 11, lambda r: "-".join(f"{x:.2f}" for x in r["ratio_quartiles"])),
+    ("predicted", 10, lambda r: f"{r['predicted_ratio']:.2f}"),
+    ("first ms", 9, lambda r: f"{r['first_token_seconds'] * 1e3:.1f}"),
+    ("p50 ms", 7, lambda r: f"{r['token_seconds_p50'] * 1e3:.1f}"),
+    ("p95 ms", 7, lambda r: f"{r['token_seconds_p95'] * 1e3:.1f}"),
+    ("alpha", 6, lambda r: f"{r['alpha']:.2f}"),
+    ("/pass", 6, lambda r: f"{r['tokens_per_target_pass']:.2f}"),
+    ("layers", 7, lambda r: f"{r['mean_layers']:.1f}"),
+    ("memory", 7, lambda r: f"{r['bandwidth_share']:.0%}"),
+    ("flops", 6, lambda r: f"{r['compute_share']:.0%}"),
+    ("MB", 6, lambda r: f"{r['peak_bytes'] / 1e6:.0f}"),
+    ("same text", 10, lambda r: f"{r['equal']:.1%}"),
+    ("KL", 7, lambda r: f"{r['kl']:.4f}"),
+    ("nats", 8, lambda r: f"{r['nll_difference']:.4f}"),
+    ("agree", 7, lambda r: f"{r['agreement']:.1%}"),
+    ("tasks", 7, lambda r: f"{r['pass_rate']['passed']}/{r['pass_rate']['asked']}"),
+    ("gate", 22, lambda r: f"{r['gate']['kind']} {r['gate']['verdict'].upper() if r['gate']['verdict'] == 'failed' else r['gate']['verdict']}"),
+)  # fmt: skip
+
+
+def table(rows: list[dict]) -> str:
+    """The rows for people: a block for each batch and temperature; no column that is empty."""
+
+    def cell(show, row: dict) -> str:
+        try:
+            return show(row)
+        except (KeyError, TypeError):  # a peer does not tell, an older result did not ask
+            return "-"
+
+    lines, width = [], max(len(row["mode"]) for row in rows) + 2
+    columns = [(head, w, show) for head, w, show in COLUMNS if any(cell(show, row) != "-" for row in rows)]
+    for (batch, temperature), part in itertools.groupby(rows, lambda row: (row.get("batch"), row.get("temperature"))):
+        if batch is not None:
+            lines += [""] * bool(lines) + [f"batch {batch}, temperature {temperature:g}"]
+        lines.append(f"{'mode':{width}}" + "".join(f"{head:>{w}}" for head, w, _ in columns))
+        for row in part:
+            lines.append(f"{row['mode']:{width}}" + "".join(f"{cell(show, row):>{w}}" for _, w, show in columns))
+    return "\n".join(lines)
+
+
+def remarks(rows: list[dict]) -> list[str]:
+    """Why a gate did not pass, and what explains a prediction that is off by more than a tenth."""
+    said = []
+    for row in rows:
+        where = f"{row['mode']} (batch {row['batch']}, temperature {row['temperature']:g})"
+        if row["gate"] and row["gate"]["verdict"] != "passed":
+            said.append(f"{where}: {row['gate']['kind']} {row['gate']['verdict']}: {row['gate']['why']}")
+        if row["predicted_ratio"] and abs(row["ratio_to_plain"] / row["predicted_ratio"] - 1) > 0.1:
+            terms = row["prediction_terms"]
+            rest = row["ratio_to_plain"] / row["predicted_ratio"] / math.prod(terms.values())
+            named = ", ".join(f"{name} {x:.2f}" for name, x in (terms | {"the rest": rest}).items())
+            said.append(
+                f"{where}: {row['ratio_to_plain']:.2f} measured, {row['predicted_ratio']:.2f} predicted: {named}"
+            )
+    return said
