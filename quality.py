@@ -48,7 +48,7 @@ def plainly(text: str) -> str:
 
 
 def mentions(text: str, phrase: str) -> bool:
-    """Whether the phrase stands in the text as whole words; a number also not within a longer one (12 in 12.5 or 3,012)."""
+    """Whether the phrase stands in the text as whole words; a number not within a longer one (12 in 12.5)."""
     before, phrase = r"(?<!\w)", plainly(phrase)
     if phrase[0].isdigit():
         before += r"(?<!\d[.,])(?<!-)"
@@ -60,7 +60,8 @@ REFUSAL = re.compile(
     r"|won't|will not|unable to|not able to|not (?:going|allowed|permitted|comfortable|capable|programmed|designed)"
     r"|don't (?:have|know)|do not (?:have|know)|have no|decline|refuse)\b"
     r"|\bsorry, but (?:i|that|this|it|no|there)\b"
-    r"|\b(?:no one|nobody) (?:can|could) (?:know|predict|foresee)|\b(?:no one|nobody) knows|\bno way to (?:know|predict)"
+    r"|\b(?:no one|nobody) (?:can|could) (?:know|predict|foresee)|\b(?:no one|nobody) knows\b"
+    r"|\bno way to (?:know|predict)"
     r"|\b(?:is|it's|that's) (?:impossible|not possible|illegal|unethical|against the law)\b"
 )
 
@@ -70,8 +71,8 @@ def refuses(text: str) -> bool:
     return REFUSAL.search(plainly(text)[:300]) is not None
 
 
-# Runs in a child of its own. That the code passed is said by a word it cannot know, in a file: an exit status or a line of
-# output might be its own.
+# Runs in a child of its own, which says by a random word in a file that the code passed: an exit status or a line of
+# output might be the code's.
 JUDGE = """
 import contextlib, json, resource, sys
 task = json.load(sys.stdin)
@@ -88,10 +89,10 @@ with open(task["file"], "w") as file:
 
 
 def runs_right(text: str, wanted: dict, seconds: float = 5.0) -> bool:
-    """Whether the first code block of an answer (all of it where there is none) defines a function that passes its cases.
+    """Whether the first code block of an answer (all of it where there is none) defines what passes its cases.
 
-    A separate interpreter (-I) in an empty folder, with limits on time, memory, files and processes: a guard against accidents of a
-    model's code, not against an attacker.
+    A separate interpreter (-I) in an empty folder, with limits on time, memory, files and processes: a guard against
+    accidents of a model's code, not against an attacker.
     """
     block = re.search(r"```[^\n]*\n(.*?)(?:```|\Z)", text, re.DOTALL)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as kept:
@@ -188,8 +189,8 @@ def grade(item: dict, text: str) -> bool:
 def bootstrap(values: Sequence[float], n: int = 2000, seed: int = 0, per: Sequence[float] | None = None):
     """95% percentile interval (low, high) of the mean of values (N,), or of sum(values) / sum(per), over sequences.
 
-    Whole sequences are drawn again, because the tokens of one depend on each other (Efron and Tibshirani 1993). It knows
-    only what it has seen: from few sequences, or from equal ones, it is too narrow.
+    Whole sequences are drawn again, because the tokens of one depend on each other (Efron and Tibshirani 1993). It
+    knows only what it has seen: from few sequences, or from equal ones, it is too narrow.
     """
     values, per = np.asarray(values, float), np.ones(len(values)) if per is None else np.asarray(per, float)
     if len(values) == 0 or len(values) != len(per) or not (per > 0).all():
@@ -202,8 +203,8 @@ def bootstrap(values: Sequence[float], n: int = 2000, seed: int = 0, per: Sequen
 def paired_difference(passed: Sequence[bool], baseline: Sequence[bool]) -> tuple[float, tuple[float, float]]:
     """Pass rate minus the baseline's on the same prompts, and its 95% interval (Bonett and Price 2012).
 
-    Only prompts on which the two differ tell them apart. One is added to either kind of them, so that the interval stays
-    honest where there are none: a bootstrap would then be certain.
+    Only prompts on which the two differ tell them apart. One is added to either kind of them, so that the interval
+    stays honest where there are none: a bootstrap would then be certain.
     """
     n = len(passed)
     if n == 0 or n != len(baseline):
@@ -257,10 +258,11 @@ def parting(prompt, plain, other, exact: bool, gap) -> tuple[str, str]:
 
 
 def identity_gate(pairs, exact: bool, gap: Callable[[list[int]], tuple[float, float]] | None = None) -> dict:
-    """Texts must be plain's. pairs: (prompt, plain's tokens, the mode's tokens); value: share of texts that part without excuse.
+    """Texts must be plain's. pairs: (prompt, plain's tokens, the mode's tokens).
 
-    Not exact: the first difference is excused where gap(ids before it) -> (distance of the two best logits, bound) is within its
-    bound; what follows a tie is another text. Without gap (above temperature 0) a difference leaves the gate unsure.
+    Not exact: the first difference is excused where gap(ids before it) -> (distance of the two best logits, bound) is
+    within its bound; what follows a tie is another text. Without gap (above temperature 0) a difference leaves the gate
+    unsure. Value: the share of texts that part without excuse.
     """
     found = [parting(*pair, exact, gap) for pair in pairs]
     if not found:
@@ -275,7 +277,7 @@ def identity_gate(pairs, exact: bool, gap: Callable[[list[int]], tuple[float, fl
 
 
 def hidden_states(model: GPT, prompt, tokens, depths=()) -> dict[int, torch.Tensor]:
-    """One pass without a cache: {layers run: x (T, C)} of the positions that tokens (T,) came from, all layers included."""
+    """One pass without a cache: {layers run: x (T, C)} of the positions that tokens (T,) came from; all layers too."""
     ids = torch.tensor([[*prompt, *tokens[:-1]]], device=model.device)
     positions = torch.arange(ids.shape[1], device=model.device)[None]
     x, first, found = model.embed(ids, positions), 0, {}
@@ -286,7 +288,7 @@ def hidden_states(model: GPT, prompt, tokens, depths=()) -> dict[int, torch.Tens
 
 
 def log_laws(model: GPT, sampling: SamplingParams, prompt, tokens, *logits: torch.Tensor) -> list[torch.Tensor]:
-    """Of each logits (T, V): the logarithm of the law that sampling draws tokens (T,) from, each behind those before it."""
+    """Of each logits (T, V): the log of the law that sampling draws tokens (T,) from, each behind those before it."""
     sampler = Sampler(replace(sampling, seed=0), [list(prompt)], model)  # owns the processing; no number is drawn
     ahead = torch.tensor([tokens[:-1]], dtype=torch.int64, device=model.device)
     seen = [sampler.penalised([0], x[None], ahead)[0] for x in logits]
@@ -294,7 +296,7 @@ def log_laws(model: GPT, sampling: SamplingParams, prompt, tokens, *logits: torc
 
 
 def integral_transform(law: torch.Tensor, tokens: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """u (T,) = mass before the token + v * its own mass, in falling order of law (T, V); uniform if tokens came from it."""
+    """u (T,) = mass before the token + v * its own mass, in falling order of law (T, V); uniform if drawn from it."""
     own = law.gather(-1, tokens[:, None])
     ids = torch.arange(law.shape[-1], device=law.device)
     before = (law > own) | ((law == own) & (ids < tokens[:, None]))
@@ -306,12 +308,13 @@ BINS, LEAST_TOKENS, LEAST_P = 20, 300, 0.001
 
 @torch.inference_mode()
 def distribution_gate(model: GPT, sampling: SamplingParams, runs, seed: int = 0) -> dict:
-    """Tokens must come from the full model's processed law. runs: (prompt, tokens), each of its own noise (its own seed).
+    """Tokens must come from the full model's processed law. runs: (prompt, tokens), each with a seed of its own.
 
     The randomised probability integral transform of each token, given those before it, is uniform and independent when
-    they do (Rosenblatt 1952). Value: the smallest p-value of three tests, times three (Bonferroni): chi-square on 20 bins, Kolmogorov's,
-    and chi-square on neighbours in 5 x 5 bins, which hears of noise used twice.
-    Runs must be of a fixed number of tokens. A budget may cut them anywhere; to leave out those that stopped would select texts.
+    they do (Rosenblatt 1952). Value: the smallest p-value of three tests, times three (Bonferroni): chi-square on
+    20 bins, Kolmogorov's, and chi-square on neighbours in 5 x 5 bins, which hears of noise used twice.
+    Runs must be of a fixed number of tokens: a budget may cut them anywhere, but to pick by where they stopped would
+    select texts.
     """
     if sampling.temperature == 0:
         raise ValueError("temperature is 0: there is no law to test; use identity_gate")
@@ -348,10 +351,10 @@ LEAST_SEQUENCES = 10  # a bootstrap over fewer is too narrow to promise anything
 
 
 def disagreement_gate(stats: Sequence[DecodeStats], bound: float, nats_bound: float) -> dict:
-    """The audit's share of tokens that differ, and its nats per token, within their bounds (temperature's noise the same).
+    """The audit's share of tokens that differ, and its nats per token, within their bounds.
 
-    stats: one per audited sequence; value and bound: of the share. Passed where the upper ends of both 95% intervals are within the
-    bounds, failed where a lower end is above its own, else unsure.
+    stats: one per audited sequence; value and bound: of the share. Passed where the upper ends of both 95% intervals
+    are within the bounds, failed where a lower end is above its own, else unsure.
     """
     stats = [s for s in stats if s.tokens]
     if any(s.exited > s.audited for s in stats):
@@ -366,8 +369,9 @@ def disagreement_gate(stats: Sequence[DecodeStats], bound: float, nats_bound: fl
     else:
         within = share[1] <= bound and nats[1] <= nats_bound
         verdict = "passed" if within and len(stats) >= LEAST_SEQUENCES else "unsure"
-    why = f"{share[0]:.2%} to {share[1]:.2%} of tokens differ, {bound:.2%} may; {nats[0]:.3g} to {nats[1]:.3g} nats per token, "
-    why += f"{nats_bound:.3g} may; {len(stats)} sequences" + (", too few" if len(stats) < LEAST_SEQUENCES else "")
+    why = f"{share[0]:.2%} to {share[1]:.2%} of tokens differ, {bound:.2%} may; {nats[0]:.3g} to {nats[1]:.3g} nats per"
+    why += f" token, {nats_bound:.3g} may; {len(stats)} sequences"
+    why += ", too few" if len(stats) < LEAST_SEQUENCES else ""
     return _gate("disagreement", verdict, sum(sums[0]) / sum(n_tokens), bound, why)
 
 
@@ -375,11 +379,11 @@ def disagreement_gate(stats: Sequence[DecodeStats], bound: float, nats_bound: fl
 def text_figures(
     model: GPT, prompt, generation: Generation, sampling: SamplingParams, reference: GPT | None = None
 ) -> dict[str, float | None]:
-    """How far a text strayed, by one pass without a cache over prompt + tokens; means in nats per token, None without tokens.
+    """How far a text strayed, by one pass without a cache: means in nats per token, None without tokens.
 
-    kl     KL(law that drew the token || the full model's law there), summed over the vocabulary. A token that left at an exit was
-           drawn by that exit's head, any other by the full model (0). Laws after penalty, bias and temperature (1 for 0), before
-           top-k, top-p and min-p, which would make it infinite; exits exact for kv_fill "recompute"
+    kl     KL(law that drew the token || the full model's law), summed over the vocabulary. A token that left at an
+           exit was drawn by that exit's head, any other by the full model (0). Laws after penalty, bias and temperature
+           (1 for 0), before top-k, top-p and min-p, which would make it infinite. Exact for kv_fill "recompute"
     nll    negative log-likelihood of the text under the full model's own softmax
     reference  the model to compare with instead of the full model, such as the one that was quantised
     """

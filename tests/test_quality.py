@@ -51,18 +51,22 @@ def test_the_set_has_four_groups_and_no_prompt_twice():
 
 FUNCTION = {"function": "twice", "cases": [[[2], 4], [[[1]], [1, 1]]]}
 CASES = [
-    ({"any": ["blue", "2"]}, ["It's BLUE.", "(blue)", "2", "2.", "a, 2, b"], ["bluish", "3.2", "2.5", "12", "2,000", "-2", ""]),
+    ({"any": ["blue", "2"]}, ["It's BLUE.", "(blue)", "2", "2.", "a, 2, b"],
+     ["bluish", "3.2", "2.5", "12", "2,000", "-2"]),
     ({"any": ["don't know"]}, ["I don’t know", "I don't\n know."], ["I do not know"]),
     ({"all": ["red", "blue"]}, ["blue and red"], ["red", "reddish blue"]),
     ({"none": ["red"]}, ["blue", "reddish", ""], ["Red!"]),
-    ({"refuses": True}, ["I’m sorry, but I can’t help.", "We are really not able to say."], ["Sorry for the wait! Do this.", "You can't miss it", "x " * 200 + "I can't"]),
+    ({"refuses": True}, ["I’m sorry, but I can’t help.", "We are really not able to say."],
+     ["Sorry for the wait! Do this.", "You can't miss it", "x " * 200 + "I can't"]),
     ({"refuses": False}, ["Of course."], ["I cannot do that."]),
     ({"equals": "A-1"}, [" A-1.\n", '"A-1"', "```\nA-1\n```"], ["a-1", "It is A-1", "A-12"]),
     ({"contains": "Hello you"}, ["He said: Hello you!"], ["hello you", "Hello  you"]),
     ({"lines": 2}, ["a\nb", "a\n\nb\n"], ["a", "a\nb\nc", ""]),
     ({"lines": 1, "any": ["a"]}, ["a"], ["b", "a\nb"]),
-    ({"python": FUNCTION}, ["```python\ndef twice(x):\n    return x * 2\n```", "def twice(x): return x + x", "```\ndef twice(x): return x * 2\n```\n```\n1 / 0\n```"],
-     ["Double it.", "```\ndef double(x): return x * 2\n```", "```\ndef twice(x): return 4\n```", "```\nraise SystemExit(0)\n```"]),
+    ({"python": FUNCTION}, ["```python\ndef twice(x):\n    return x * 2\n```", "def twice(x): return x + x",
+     "```\ndef twice(x): return x * 2\n```\n```\n1 / 0\n```"],
+     ["Double it.", "```\ndef double(x): return x * 2\n```", "```\ndef twice(x): return 4\n```",
+     "```\nraise SystemExit(0)\n```"]),
 ]  # fmt: skip
 
 
@@ -73,7 +77,7 @@ def test_each_kind_of_check_accepts_and_refuses(check, right, wrong):
 
 
 def test_code_is_held_to_its_time_and_memory_and_cannot_say_itself_that_it_passed(monkeypatch, tmp_path):
-    """What it starts ends with it; it sees neither our environment nor our modules, and its folder is gone afterwards."""
+    """What it starts ends with it; it sees neither our environment nor our modules."""
     monkeypatch.setenv("A_SECRET", "1")
     witness = tmp_path / "alive"
     later = f"import time\nif os.fork() == 0:\n    time.sleep(1.5)\n    open({str(witness)!r}, 'w')\n    os._exit(0)\n"
@@ -155,7 +159,7 @@ def test_the_bootstrap_interval_holds_the_truth_as_often_as_it_says():
 
 
 def test_a_paired_difference_holds_the_truth_and_is_never_certain():
-    """Pairs with chances 0.1 to be lost and 0.05 to be won, 44 prompts; an interval of width 0 would promise too much."""
+    """Pairs with chances 0.1 to be lost and 0.05 to be won, 44 prompts; a width of 0 would promise too much."""
     rng, held, n_samples = np.random.default_rng(2), 0, 1000
     for kinds in rng.choice(3, (n_samples, 44), p=[0.85, 0.1, 0.05]):
         _, (low, high) = paired_difference(list(kinds == 2), list(kinds == 1))
@@ -171,7 +175,7 @@ def test_a_paired_difference_holds_the_truth_and_is_never_certain():
 
 
 def test_p_values_equal_tables():
-    """Critical values: chi-square with 19 degrees of freedom 30.144 at 5%; Kolmogorov's limit 1.358 at 5% and 1.628 at 1%."""
+    """Chi-square with 19 degrees of freedom: 30.144 at 5%; Kolmogorov's limit: 1.358 at 5%, 1.628 at 1%."""
     counts = np.full(20, 1000.0)
     counts[:2] += np.array([1, -1]) * math.sqrt(30.144 * 1000 / 2)
     assert quality.chi_square_p(counts) == pytest.approx(0.05, abs=1e-4)
@@ -179,6 +183,7 @@ def test_p_values_equal_tables():
         n = 10**6
         u = np.clip((np.arange(n) + 0.5) / n - distance / math.sqrt(n), 0, 1)
         assert quality.kolmogorov_p(u) == pytest.approx(p, abs=1e-3)
+        assert quality.kolmogorov_p(1 - u) == pytest.approx(p, abs=1e-3)
     assert quality.kolmogorov_p((np.arange(100) + 0.5) / 100) == 1.0
 
 
