@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -57,7 +58,7 @@ from decode import SamplingParams, generate, heed
 from early_exit import calibrate_threshold
 from kernels import CONFIDENCES
 from model import GPT, GPTConfig
-from speculative import ModelDrafter, speculative_generate
+from speculative import ExitDrafter, ModelDrafter, speculative_generate
 
 END_OF_TEXT = "<|endoftext|>"
 # Without look-arounds the pattern runs in linear time in both tiktoken and tokenizers, whatever the input. A newline
@@ -833,7 +834,8 @@ def calibrate(config: TrainConfig) -> int:
         name = Path(config.data).name or f"the library of Python {platform.python_version()}"
         data = f"held out of {name}, sha256 {text_hash}"
     else:
-        source = distill.own_prompts(tokenizer, f"{config.seed} calibration")  # others than the heads learned from
+        # others than the heads learned from
+        source = distill.own_prompts(model, tokenizer, f"{config.seed} calibration")
         data = f"{distill.PROMPTS.name}, seed {config.seed} calibration"
     longest = model.config.block_size - config.max_new_tokens
     if longest < 1:
@@ -858,7 +860,7 @@ def calibrate(config: TrainConfig) -> int:
 
 
 def report(config: TrainConfig) -> int:
-    """Figures of finished models on held-out text, into the file --out."""
+    """Figures of finished models on held-out text, into the file --out; how often drafts are accepted, beside their weights too."""
     target, tokenizer, _, held_out, text_hash = frozen_target(config)
     drafter, draft_tokenizer = load_checkpoint(config.draft, device=config.device, dtype="float32")
     check_pair(config.model, tokenizer, config.draft, draft_tokenizer)
@@ -869,16 +871,21 @@ def report(config: TrainConfig) -> int:
     n_new = min(128, target.config.block_size - n_prompt)
     places = torch.linspace(0, len(held_out) - n_prompt - 1, n_prompts).long()
     prompts = [held_out[place : place + n_prompt].tolist() for place in places]
-    for temperature in (0.0, 1.0):
+    drafters = {"draft": ModelDrafter(drafter)} | {e: ExitDrafter(target, e) for e in target.config.exit_layers}
+    acceptance = {name: {} for name in drafters}
+    for (name, proposes), temperature in itertools.product(drafters.items(), (0.0, 1.0)):
         sampling = SamplingParams(n_new, temperature, seed=config.seed)
-        outs = heed(speculative_generate(target, ModelDrafter(drafter), prompts, sampling, draft_len))
+        outs = heed(speculative_generate(target, proposes, prompts, sampling, draft_len))
         stats = [out.stats for out in outs]
         accepted, drafted = (
             [sum(s[i] for s in (getattr(stat, name) for stat in stats) if i < len(s)) for i in range(draft_len)]
             for name in ("accepted_by_position", "drafted_by_position")
         )
-        result["draft"][f"temperature {temperature:g}"] = {
-            "alpha": sum(accepted) / max(sum(accepted) + sum(s.corrected for s in stats), 1),
+        alpha = sum(accepted) / max(sum(accepted) + sum(s.corrected for s in stats), 1)
+        acceptance[name]["sampled" if temperature else "greedy"] = round(alpha, 4)
+        figures = result["draft"] if name == "draft" else result["target"]["exits"][str(name)]
+        figures[f"temperature {temperature:g}"] = {
+            "alpha": alpha,
             "accepted_of_drafted_by_position": [a / max(d, 1) for a, d in zip(accepted, drafted)],
             "tokens_per_target_pass": sum(s.tokens for s in stats) / sum(s.rounds for s in stats),
         }
@@ -892,8 +899,19 @@ def report(config: TrainConfig) -> int:
     result |= environment()
     Path(config.out).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(config.out, lambda p: p.write_text(json.dumps(result, indent=1) + "\n"))
+    keep_acceptance(config.draft, acceptance.pop("draft"))
+    keep_acceptance(config.model, acceptance)
     print(json.dumps(result))
     return 0
+
+
+def keep_acceptance(name: str, acceptance: dict) -> None:
+    """Into the config.json of a checkpoint of ours, where automatic draft lengths find it (GPT.acceptance)."""
+    file = find_checkpoint(name) / "config.json"
+    described = json.loads(file.read_text()) if file.exists() else {}
+    if acceptance and described.get("format") == "nanospec":
+        described["meta"] = described.get("meta", {}) | {"acceptance": acceptance}
+        write_atomically(file, lambda p: p.write_text(json.dumps(described, indent=1) + "\n"))
 
 
 def main(argv=None) -> int:
