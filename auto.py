@@ -23,10 +23,58 @@ GRACE = 5.0  # tokens' time that they may cost beside, per row
 CREDIT = 20.0  # tokens' time that may be gained and lost again: a wrong idea of what is plain must not grow into more
 MEMORY = 0.9  # weight of what was seen a round earlier; where another drafter drafted: SLOWLY
 SLOWLY = 0.995
+GUESS = 0.6  # chance that a draft is accepted, of a drafter that nobody has measured
 BELIEF = 2.0  # judged drafts that the first guess of an acceptance counts for
 KEPT = 7  # measured rounds of each length that its cost is the median of
 FRESH = 64  # rounds after which what was measured is old: the context has grown
 BINS = 5  # of the drafter's confidence
+
+
+def speedup(alpha: float, k: int, draft_cost: float, verify_cost: float = 1.0) -> float:
+    """Tokens a second to plain decoding's, of rounds with k drafts that each hold with chance alpha (Leviathan et al. 2023).
+
+    Costs are in plain passes: of a draft, and of the pass that verifies all k.
+    """
+    return sum(alpha**i for i in range(k + 1)) / (k * draft_cost + verify_cost)
+
+
+def solve(
+    alphas: dict[Hashable, float], costs: dict[Hashable, float], row_cost: float = 0.0, max_k: int = MAX_DRAFT
+) -> tuple[Hashable | None, int, float]:
+    """The exit (or drafter), the number of drafts and their speedup that the cost model expects most of.
+
+    alphas, costs: chance of acceptance of each, and what a draft of it costs in plain passes; row_cost: what each row more
+    adds to the pass that verifies. (None, 0, 1.0) is plain decoding: nothing pays.
+    """
+    found = [(None, 0, 1.0)]
+    for name, alpha in alphas.items():
+        found += [(name, k, speedup(alpha, k, costs[name], 1 + k * row_cost)) for k in range(1, max_k + 1)]
+    return max(found, key=lambda choice: choice[2])  # of equals the first: plain, then few drafts
+
+
+def predict(plans: list[Plan]) -> tuple[Hashable | None, int, float]:
+    """What solve expects of a drafter's plans, by what is known before anything was measured: name, drafts, speedup."""
+    able = [plan for plan in plans if any(plan.offers)]
+    return solve({plan.name: plan.prior for plan in able}, {plan.name: plan.cost for plan in able})
+
+
+def weights_read(config, n_layer: int, n_outputs: int) -> int:
+    """Weights that a token takes: n_layer layers, and so many rows of an output matrix (model.GPTConfig)."""
+    attention = 2 * config.n_embd * config.head_dim * (config.n_head + config.n_kv_head)
+    mlp = (3 if config.arch == "llama" else 2) * config.n_embd * config.n_hidden
+    return n_layer * (attention + mlp) + n_outputs * config.n_embd
+
+
+def passes(target, n_weights: int) -> float:
+    """So many weights in plain passes of a model with the config `target`: what decoding costs is reading them."""
+    return n_weights / weights_read(target, target.n_layer, target.vocab_size)
+
+
+def stored(model, temperature: float, guess: float, exit_layer: int | None = None) -> float:
+    """Chance that a draft of a model, or of an exit, is accepted, as measured and kept with its weights; else the guess."""
+    acceptance = getattr(model, "acceptance", {})
+    acceptance = acceptance if exit_layer is None else acceptance.get(str(exit_layer), {})
+    return acceptance.get("sampled" if temperature > 0 else "greedy", guess)
 
 
 class Plan(NamedTuple):
@@ -39,7 +87,7 @@ class Plan(NamedTuple):
     name: str
     offers: list[tuple[int, Hashable] | None]  # of each row
     dynamic: bool = False  # it asks sampler.more between drafts, and may stop before the number it was given
-    prior: float = 0.6  # chance that a draft is accepted, before any was seen
+    prior: float = GUESS  # chance that a draft is accepted, before any was seen
     cost: float = 0.05  # of a draft, in passes of the target, before any was timed
 
 
@@ -189,7 +237,7 @@ class DraftLength:
         k = max(k for k in self.lengths if k <= wanted and (k == 0 or self.affords(rows, plan, k, GRACE)))
         return (k, plan, f"{plan.name} pays") if k else (0, plan, "not affordable")
 
-    def of(self, row: int, offer: tuple[int, Hashable], prior: float = 0.6) -> Acceptance:
+    def of(self, row: int, offer: tuple[int, Hashable], prior: float = GUESS) -> Acceptance:
         return self.acceptance[row].setdefault(offer, Acceptance(prior))
 
     def best(self, rows: list[int], plan: Plan) -> tuple[float, int, Plan]:

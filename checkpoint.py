@@ -169,6 +169,20 @@ def read_certificates(path: str | Path) -> list[dict]:
     return entries
 
 
+def read_acceptance(described: dict) -> dict:
+    """GPT.acceptance of a model or of exit heads with this config.json; {} where it says nothing that can be one."""
+    meta = described.get("meta")
+    found = meta.get("acceptance", {}) if type(meta) is dict else {}
+    if described.get("format") == EXIT_HEADS and type(meta) is dict:  # what `judge` saw: best token, shared probability
+        names = {"greedy": "agreement", "sampled": "overlap"}
+        try:
+            figures = meta.get("figures", {}).items()
+            found = {e: {kind: f[kind][name] for kind, name in names.items() if kind in f} for e, f in figures}
+        except (AttributeError, TypeError, KeyError):
+            return {}
+    return found if type(found) is dict else {}
+
+
 def save_heads(path: str | Path, model: GPT, meta: dict | None = None) -> None:
     """Write the exit heads of a model in bfloat16, and whose they are; meta: anything json can hold."""
     described = {name: getattr(model.config, name) for name in HEAD_FIELDS}
@@ -189,6 +203,7 @@ def load_heads(model: GPT, path: str | Path) -> dict:
     identity = model.identity | {"heads": heads_fingerprint(config, found)}
     model.set_exits(config.exit_layers, config.exit_vocab, config.exit_adapters)
     model.config, model.exits, model.identity, model.certificates = config, heads, identity, certificates
+    model.acceptance = read_acceptance(described)
     return described.get("meta", {})
 
 
@@ -314,6 +329,7 @@ def load_checkpoint(name_or_path, device="auto", dtype="auto", quantize=None) ->
         "quantize": quantize,
     }
     model.certificates = read_certificates(path) if config.exit_layers and path.is_dir() else []
+    model.acceptance = read_acceptance(read_json(path / "config.json")) if path.is_dir() else {}
     return model.to(device).eval(), tokenizer  # the buffers, which are made on the CPU
 
 

@@ -377,6 +377,7 @@ class GPT(nn.Module):
         self.fingerprint: str | None = None  # of the file that the backbone came from: checkpoint.fingerprint
         self.identity: dict = {}  # of the files: what weights, heads, tokenizer and quantisation; see checkpoint
         self.certificates: list[dict] = []  # calibrated thresholds that came with the exits: certificate.Certificate
+        self.acceptance: dict = {}  # of its drafts, as measured: {"greedy": .., "sampled": ..}; of exits {layer: the same}
         self.prefill_threads: int | None = None  # see decode.pick_threads; PyTorch's own number when None
         self.token_embedding = Embedding(config.vocab_size, config.n_embd)
         self.position_embedding = Embedding(config.block_size, config.n_embd) if config.arch == "gpt2" else None
@@ -403,7 +404,7 @@ class GPT(nn.Module):
         )
         exits = nn.ModuleDict({str(layer): ExitHead(self.config) for layer in self.config.exit_layers})
         self.exits = exits.apply(self._init_weights).to(self.device, self.dtype)
-        self.identity, self.certificates = {}, []
+        self.identity, self.certificates, self.acceptance = {}, [], {}
         self.exit_vocab = None if vocab is None else torch.tensor(vocab, device=self.device)
         self._pack_exit_output()
 

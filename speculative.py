@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import kernels
-from auto import DraftLength, Plan
+from auto import GUESS, DraftLength, Plan, passes, stored, weights_read
 from checkpoint import load_draft_head
 from decode import PREFILL_CHUNK, Batch, Block, Generation, SamplingParams, capped, pack, read_tokens, run_loop
 from early_exit import Depths, check_confidence, check_thresholds, last_rows, pad
@@ -43,7 +43,9 @@ class ModelDrafter:
 
     def attach(self, batch: Batch) -> None:
         self.capacity = min(batch.capacity, self.model.config.block_size)
-        self.cost = self.model.config.n_layer / batch.model.config.n_layer
+        config, target = self.model.config, batch.model.config
+        self.prior = stored(self.model, batch.sampling.temperature, GUESS)
+        self.cost = passes(target, weights_read(config, config.n_layer, config.vocab_size))
 
     def reset(self, prompts: list[list[int]]) -> None:
         self.tokens = [list(prompt) for prompt in prompts]  # committed
@@ -206,6 +208,15 @@ class ExitDrafter:
 
     def attach(self, batch: Batch) -> Depths:
         self.depths = Depths(batch, self.exit_layers)
+        config = self.model.config
+        adapter = config.n_embd**2 if "draft" in config.exit_adapters else 0
+        n_outputs = len(config.exit_vocab or range(config.vocab_size))
+        self.known: dict[int, tuple[float, float]] = {}  # acceptance and cost of each exit, to begin with
+        for exit_layer in self.exit_layers:
+            # on models here: 0.71 at a quarter of the depth, 0.87 at half
+            guess = GUESS + (1 - GUESS) * exit_layer / config.n_layer
+            prior = stored(self.model, batch.sampling.temperature, guess, exit_layer)
+            self.known[exit_layer] = prior, passes(config, weights_read(config, exit_layer, n_outputs) + adapter)
         return self.depths
 
     def reset(self, prompts: list[list[int]]) -> None:
@@ -213,10 +224,9 @@ class ExitDrafter:
 
     def plans(self, rows: list[int]) -> list[Plan]:
         """Every exit alone, which a deeper one has to pay for with more acceptance, and all by confidence."""
-        n, found = self.model.config.n_layer, []
-        for part, exit_layer in enumerate(self.exit_layers):
-            prior = 0.6 + 0.4 * exit_layer / n  # on models here: 0.71 at a quarter of the depth, 0.87 at half
-            found.append(Plan(f"exit {exit_layer}", [(part, None)] * len(rows), True, prior, exit_layer / n))
+        found = []
+        for part, (exit_layer, (prior, cost)) in enumerate(self.known.items()):
+            found.append(Plan(f"exit {exit_layer}", [(part, None)] * len(rows), True, prior, cost))
         if len(found) > 1:
             found.append(found[0]._replace(name="exits", offers=[(len(found), None)] * len(rows)))
         return found
@@ -285,7 +295,9 @@ class HeadDrafter:
     def __init__(self, model: GPT, path, quantize: str | None = None):
         self.model = model
         self.head = path if isinstance(path, DraftHead) else load_draft_head(model, path, quantize)
-        self.prior, self.cost = self.head.acceptance, 2 / model.config.n_layer  # a block, and a head of its size
+        config, self.prior = self.head.config, self.head.acceptance
+        fuse = 2 * config.n_embd**2
+        self.cost = passes(model.config, weights_read(config, 1, len(config.exit_vocab)) + fuse)
         self.head.attach(model)
 
     def check_target(self, target: GPT) -> None:

@@ -715,7 +715,7 @@ def recorded(config: TrainConfig) -> tuple[GPT, Tokenizer, distill.Recording, st
     rank, n_processes = processes()
     if rank == 0:
         writer = target if config.precision == "float32" else copy.deepcopy(target).bfloat16().pack()
-        if config.data or (BUNDLED / config.model).exists():  # the bundled models know code, and no conversation
+        if knows_code(config):
             prompts = functools.partial(distill.cut_prompts, token_stream(read_corpus(config.data)[0], tokenizer))
         else:
             prompts = functools.partial(distill.own_prompts, writer, tokenizer)
@@ -725,6 +725,11 @@ def recorded(config: TrainConfig) -> tuple[GPT, Tokenizer, distill.Recording, st
         dist.barrier()
     recording = distill.open_recording(folder, target, layers)
     return target, tokenizer, recording, digest_of(recording.tokens)
+
+
+def knows_code(config: TrainConfig) -> bool:
+    """Whether prompts are cut from a text: the bundled models know code, and no conversation."""
+    return bool(config.data) or find_checkpoint(config.model).parent == BUNDLED
 
 
 def digest_of(tokens: torch.Tensor) -> str:
@@ -827,7 +832,7 @@ def calibrate(config: TrainConfig) -> int:
     if heads:
         load_heads(model, folder)
     model.pack()
-    if config.data or (BUNDLED / config.model).exists():  # the bundled models know code, and no conversation
+    if knows_code(config):
         documents, text_hash = read_corpus(config.data)
         stream = token_stream(split_documents(documents)[1], tokenizer)
         source = distill.cut_prompts(stream, f"{config.seed} calibration")

@@ -10,7 +10,7 @@ from helpers import Tables, chi_square_p, sample_size, tiny_model
 
 import auto
 import speculative
-from auto import Acceptance, Costs, DraftLength, Plan
+from auto import Acceptance, Costs, DraftLength, Plan, passes, predict, solve, speedup, weights_read
 from decode import SamplingParams, generate
 from distill import new_draft_head
 from early_exit import Depths
@@ -144,6 +144,77 @@ def test_acceptance_is_learnt_by_place_by_hint_and_by_confidence():
         lengths.learn([0], [2], [n_accepted], 0.0, 1.0)
     assert lengths.of(0, (0, 4)).at(0) > 0.7 and lengths.of(0, (0, 1)).at(0) < 0.3
     assert lengths.of(1, (0, 4)).at(0) == Plan("", []).prior  # the other row has learnt nothing
+
+
+# -------------------------------------------------------------------------------------------------------- the cost model
+
+# layers, final head and draft head in layers; exit; best speedup at an acceptance of .4, .5, .6, .7, .8, .9
+PUBLISHED = {
+    "GPT-2 124M, exit 1": (12, 5.45, 0.89, 1, [1.28, 1.44, 1.64, 1.94, 2.40, 3.30]),
+    "GPT-2 124M, exit 3": (12, 5.45, 0.89, 3, [1.14, 1.23, 1.36, 1.52, 1.78, 2.23]),
+    "GPT-2 XL, exit 6": (48, 2.62, 0.43, 6, [1.24, 1.40, 1.58, 1.84, 2.26, 3.04]),
+    "SmolLM2, exit 2": (30, 8.0, 1.33, 2, [1.33, 1.49, 1.72, 2.05, 2.59, 3.66]),
+    "SmolLM2, exit 8": (30, 8.0, 1.33, 8, [1.12, 1.20, 1.31, 1.47, 1.70, 2.11]),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_solver_gives_the_table_of_the_cost_model(name):
+    """Shapes in layers: a draft runs the exit's layers and its small head, and verification reads each weight once more.
+
+    At an acceptance of 0.9 the best length of a cheap exit is beyond MAX_DRAFT."""
+    n_layer, head, draft_head, exit_layer, expected = PUBLISHED[name]
+    cost = (exit_layer + draft_head) / (n_layer + head)
+    for alpha, best in zip((0.4, 0.5, 0.6, 0.7, 0.8, 0.9), expected):
+        chosen, k, found = solve({exit_layer: alpha}, {exit_layer: cost}, max_k=32)
+        assert chosen == exit_layer and found == pytest.approx(best, abs=0.006)
+        assert found == speedup(alpha, k, cost) >= max(speedup(alpha, j, cost) for j in (k - 1, k + 1))
+
+
+def test_the_solver_weighs_exits_and_is_plain_where_nothing_pays():
+    assert speedup(1.0, 4, 0.25) == 5 / 2 and speedup(0.5, 2, 0.1, 1.3) == pytest.approx(1.75 / 1.5)
+    assert speedup(0.7, 0, 0.3) == 1.0 and speedup(0.0, 3, 0.0) == 1.0
+    costs = {4: 0.28, 8: 0.52}
+    assert solve({4: 0.5, 8: 0.95}, costs)[:2] == (8, 5) and solve({4: 0.7, 8: 0.8}, costs)[:2] == (4, 2)
+    assert solve({4: 0.2, 8: 0.5}, costs) == (None, 0, 1.0) and solve({}, {}) == (None, 0, 1.0)
+    assert solve({4: 0.9}, costs, row_cost=0.0)[1] > solve({4: 0.9}, costs, row_cost=0.3)[1] > 0
+    assert solve({"free": 1.0}, {"free": 0.0}, max_k=5) == ("free", 5, 6.0)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_costs_are_the_weights_that_a_token_reads(arch):
+    model = tiny_model(arch)
+    per_layer = sum(p.numel() for n, p in model.blocks[0].named_parameters() if p.dim() == 2)
+    assert weights_read(model.config, 3, 10) == 3 * per_layer + 10 * 16
+    assert passes(model.config, 4 * per_layer + 24 * 16) == 1.0
+
+
+def test_automatic_lengths_begin_with_what_the_solver_makes_of_the_stored_acceptance(monkeypatch):
+    """A drafter's first round is by the exit that the figures kept with the weights speak for, at that temperature."""
+    model, firsts = tiny_model(block_size=256), []
+    model.acceptance = {
+        "1": {"greedy": 0.2, "sampled": 0.9}, "2": {"greedy": 0.99, "sampled": 0.2}, "3": {"greedy": 0.3, "sampled": 0.2}
+    }  # fmt: skip
+    choose = DraftLength._choose
+
+    def noted(self, rows, plans):
+        k, plan, reason = choose(self, rows, plans)
+        firsts.append((predict(plans)[0], plan.name if k else None))
+        return k, plan, reason
+
+    monkeypatch.setattr(DraftLength, "_choose", noted)
+    for temperature, best in ((0.0, "exit 2"), (0.8, "exit 1")):
+        Clock(monkeypatch), firsts.clear()
+        sampling = SamplingParams(8, temperature)
+        speculative_generate(model, ExitDrafter(model, (1, 2, 3)), [[1, 2]], sampling, "auto", "coupled")
+        assert next(found for found in firsts if found[1]) == (best, best)
+    small = tiny_model(n_layer=1, exit_layers=())
+    for kept, expected in (({"greedy": 0.8, "sampled": 0.5}, [0.8, 0.5, 0.8]), ({}, [auto.GUESS] * 3)):
+        small.acceptance, drafter, found = kept, ModelDrafter(small), []
+        for temperature in (0.0, 1.0, 0.0):
+            speculative_generate(model, drafter, [[1, 2]], SamplingParams(2, temperature), "auto")
+            found.append(speculative.plans_of(drafter, [0])[0].prior)
+        assert found == expected and 0.2 < drafter.cost < 0.5
 
 
 # ------------------------------------------------------------------------------------------------------ in the engine

@@ -14,6 +14,7 @@ import torch
 from helpers import SAMPLE, exiting, numpy_law, numpy_race, run, tiny_model, true_states
 
 import checkpoint
+import distill
 import early_exit
 import sample
 import train_exit_heads
@@ -790,6 +791,40 @@ def test_sampling_without_a_threshold_uses_the_certificate(folder, capsys):
         0,
         "",
     ) and f"Early exit: {sample.BY_HAND} by hand, nothing promised (threshold is None" in out
+
+
+def test_without_a_text_of_ones_own_calibration_asks_what_the_heads_were_not_asked(folder, tmp_path, capsys):
+    """Prompts that the model would record, from another seed; and what is certified is found beside the heads."""
+    place = copied(folder, tmp_path / "model")
+    flags = ["--stage", "calibrate", "--model", place, "--out", tmp_path, "--risk", "0.2", "--clip", "0.5"]
+    flags += ["--prompts", "30", "--max-new-tokens", "4", "--device", "cpu"]
+    assert train_exit_heads.main(list(map(str, flags))) == 0
+    [stored] = read_certificates(tmp_path)
+    assert stored["data"] == f"{distill.PROMPTS.name}, seed 0 calibration" and stored["n"] == 20
+    model, tokenizer = load_checkpoint(place, device="cpu")
+    learned = distill.own_prompts(model, tokenizer, 0)
+    asked = distill.own_prompts(model, tokenizer, "0 calibration")
+    assert [next(asked) for _ in range(30)] != [next(learned) for _ in range(30)]
+
+
+def test_the_report_keeps_acceptance_beside_the_weights_and_changes_nothing_else(folder, tmp_path, capsys):
+    """Of the drafter by temperature, of the target's exits each; a drafter that is the target is always accepted."""
+    target, drafter = copied(folder, tmp_path / "target"), copied(folder, tmp_path / "drafter")
+    (tmp_path / "text.py").write_text("def f(x):\n    return [x + 1 for x in x]\n" * 80)
+    before = {place: json.loads((place / "config.json").read_text()) for place in (target, drafter)}
+    flags = ["--stage", "report", "--model", target, "--draft", drafter, "--data", tmp_path / "text.py"]
+    assert train_exit_heads.main(list(map(str, [*flags, "--out", tmp_path / "report.json"]))) == 0
+    capsys.readouterr()
+    after = {place: json.loads((place / "config.json").read_text()) for place in (target, drafter)}
+    kept = {place: after[place]["meta"].pop("acceptance") for place in after}
+    assert after == before and kept[drafter] == {"greedy": 1.0, "sampled": 1.0}
+    assert list(kept[target]) == ["1", "2", "3"] and kept[target]["1"]["greedy"] < kept[target]["3"]["greedy"] < 1
+    report = json.loads((tmp_path / "report.json").read_text())
+    for layer, figures in kept[target].items():
+        alphas = [report["target"]["exits"][layer][f"temperature {t}"]["alpha"] for t in (0, 1)]
+        assert list(figures.values()) == pytest.approx(alphas, abs=1e-4)
+    assert load_checkpoint(target, device="cpu")[0].acceptance == kept[target]
+    assert load_checkpoint(folder, device="cpu")[0].acceptance == {}
 
 
 def test_the_calibrate_stage_writes_what_sampling_uses(folder, tmp_path, capsys):
