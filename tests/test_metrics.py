@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
 import os
 import random
 import resource
@@ -11,8 +10,8 @@ import signal
 import warnings
 
 import pytest
-from helpers import all_modes, check_laws, exiting, run, speculating, tiny_model, weaker
-from prometheus_client.parser import text_string_to_metric_families
+from helpers import all_modes, check_counters, check_laws, exiting, run, speculating, tiny_model, weaker
+from kill_switch import Work, asked, check, exposed, parted, serve, summed
 
 import metrics
 from checkpoint import load_checkpoint
@@ -24,42 +23,8 @@ MODEL = tiny_model()
 PROMPTS = [[1, 2, 3, 1, 2], [7], [4, 5, 6, 7, 8, 9, 4, 5]]
 
 
-def asked(prompts, optimization, model="tiny") -> list[dict]:
-    """Requests, as sample.py describes them."""
-    return [
-        {"gen_ai.request.model": model, "gen_ai.usage.input_tokens": len(prompt), "optimization": optimization}
-        for prompt in prompts
-    ]
-
-
 def of_mode(mode: str) -> str:
     return {"plain": "plain", "early": "early_exit", "propagate": "early_exit"}.get(mode, "speculative")
-
-
-def exposed(path) -> dict[str, dict[tuple, float]]:
-    """Prometheus's own reading: {sample name: {labels: value}}; each histogram is checked on the way."""
-    samples, kinds = {}, {}
-    for family in text_string_to_metric_families(path.read_text()):
-        kinds[family.name] = family.type
-        for sample in family.samples:
-            labels = tuple(sorted(sample.labels.items()))
-            assert labels not in samples.setdefault(sample.name, {}), "a sample stands there twice"
-            samples[sample.name][labels] = sample.value
-    assert set(kinds.values()) == {"counter", "histogram", "gauge"}
-    for name in (name for name, kind in kinds.items() if kind == "histogram"):
-        for labels, count in samples.get(f"{name}_count", {}).items():
-            buckets = [
-                (float(dict(key)["le"]), n)
-                for key, n in samples[f"{name}_bucket"].items()
-                if tuple(part for part in key if part[0] != "le") == labels
-            ]
-            assert [n for _, n in buckets] == sorted(n for _, n in buckets) and buckets[-1] == (math.inf, count)
-            assert [bound for bound, _ in buckets] == sorted(bound for bound, _ in buckets)
-    return samples
-
-
-def summed(samples: dict, name: str, **labels) -> float:
-    return sum(n for key, n in samples.get(name, {}).items() if set(labels.items()) <= set(key))
 
 
 # ------------------------------------------------------------------------------------------- sums over many requests
@@ -321,7 +286,7 @@ def bundled():
     return model, drafter
 
 
-def served(model, small) -> list[tuple[str, object, float]]:
+def by_turns(model, small) -> list[tuple[str, object, float]]:
     """optimization, how it is decoded, temperature; float64, so that coupled and greedy texts are plain's exactly."""
     low, high = model.config.exit_layers[0], model.config.exit_layers[1]
     return [
@@ -340,68 +305,21 @@ def served(model, small) -> list[tuple[str, object, float]]:
 def test_two_hundred_mixed_requests_with_the_switch_thrown_in_the_middle(which, rows, tmp_path):
     """Nothing is lost, no text changes that must not, and the figures add up: 200 requests in batches of `rows`."""
     model, small = (MODEL, weaker(MODEL)) if which == "tiny" else bundled()
-    rng, control = random.Random(0), tmp_path / "control"
-    ways, n_batches = served(model, small), 200 // rows
-    n_vocab = model.config.n_vocab_used
-    thrown, released, capped = n_batches * 3 // 8, n_batches * 5 // 8, n_batches * 6 // 8
-    files = [MetricsFile(tmp_path / "log"), MetricsFile(tmp_path / "m.prom")]
-    everything = []
-    for i in range(n_batches):
+    rng, n_vocab, ways = random.Random(0), model.config.n_vocab_used, by_turns(model, small)
+    work = []
+    for i in range(200 // rows):
         optimization, decode, temperature = ways[i % len(ways)]
         phrase = [rng.randrange(n_vocab) for _ in range(3)]
         prompts = [phrase * 2 + [rng.randrange(n_vocab) for _ in range(rng.randrange(1, 4))] for _ in range(rows)]
         sampling = SamplingParams(rng.randrange(5, 9), temperature, seed=i * rows, stop_tokens=(8,))
-        seen = []
-
-        def on_tokens(row, ids, i=i, seen=seen):
-            seen.append(control.read_text() if control.exists() else "")
-            if len(seen) == 2 * rows:  # in the middle of a request
-                control.write_text({thrown: "plain", released: "", capped: "k=1"}.get(i, seen[-1]))
-
-        outs = decode(prompts, sampling, on_tokens=on_tokens, control=str(control))
-        expected = generate(model, prompts, sampling)
-        for prompt, out, plain, seed in zip(prompts, outs, expected, itertools.count(i * rows)):
-            assert out.finish_reason == ("stop" if out.tokens[-1] == 8 else "length")
-            assert len(out.tokens) == sampling.max_new_tokens or out.finish_reason == "stop"
-            if optimization != "early_exit" or thrown < i < released:
-                assert out.tokens == plain.tokens, (i, optimization)
-            elif which == "tiny":  # each token is that of the head which emitted it, with the request's own noise
-                check_laws(model, prompt, out, sampling, seed)
-            if thrown < i < released:
-                assert set(out.sources) == {"plain"}
-            if i == released:
-                assert out.sources[:2] == ["plain", "plain"]
-            if i > capped:
-                assert len(out.stats.drafted_histogram) <= 2
-        for file in files:
-            file.add(asked(prompts, optimization, which), outs)
-        everything += [(i, optimization, prompt, out) for prompt, out in zip(prompts, outs)]
-
-    assert len(everything) == 200
-    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    samples = exposed(tmp_path / "m.prom")
-    for line, (i, optimization, _, out) in zip(lines, everything, strict=True):
-        assert line["optimization_tokens"] == served_by(optimization, out)
-        if thrown < i < released:
-            assert line["optimization_tokens"]["plain"] == len(out.tokens)
-    halves = [line["optimization_tokens"] for line, (i, *_) in zip(lines, everything) if i in (thrown, released)]
-    assert any(min(served.values()) > 0 for served in halves if len(served) > 1)  # served half by each
-    n_tokens = sum(len(out.tokens) for *_, out in everything)
-    assert summed(samples, "nanospec_requests_total") == 200
-    assert summed(samples, "nanospec_input_tokens_total") == sum(len(prompt) for _, _, prompt, _ in everything)
-    assert (
-        summed(samples, "nanospec_output_tokens_total") == summed(samples, "nanospec_source_tokens_total") == n_tokens
-    )
-    for optimization in ("plain", "speculative", "early_exit", "combined"):
-        by_log = sum(line["optimization_tokens"].get(optimization, 0) for line in lines)
-        assert summed(samples, "nanospec_output_tokens_total", served_by=optimization) == by_log > 0
-        outs = [out for _, kind, _, out in everything if kind == optimization]
-        assert summed(samples, "nanospec_accepted_per_round_count", optimization=optimization) == sum(
-            out.stats.rounds for out in outs
-        )
-        assert summed(samples, "nanospec_accepted_per_round_sum", optimization=optimization) == sum(
-            out.sources.count("draft") for out in outs
-        )
+        work.append(Work(which, model, optimization, decode, prompts, sampling))
+    served = serve(work, tmp_path)
+    assert not parted(served) and check(served, tmp_path)["requests"] == 200
+    for request, seed in zip(served, itertools.count()):
+        check_counters(request.out)
+        if which == "tiny" and request.work.optimization == "early_exit":
+            # each token is that of the head which emitted it, with the request's own noise
+            check_laws(model, work[request.batch].prompts[request.row], request.out, request.work.sampling, seed)
 
 
 def test_a_plain_request_is_served_by_plain_alone():
