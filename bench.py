@@ -484,7 +484,17 @@ def stack(config: StackConfig) -> dict:
     if exits:
         steps["+ early-exit drafts"] = (drafting(*drafters, ExitDrafter(small.model, exits)), small,
                                         "spends the same redundancy as the drafters before it: lossless, seldom chosen")  # fmt: skip
-    modes = {name: Mode(decode, variant, name, None) for name, (decode, variant, _) in steps.items()}
+    modes, small_plain = {}, f"+ {config.quantize}"
+    for name, (decode, variant, _) in steps.items():
+        # the loop of this engine has the text of the one before it, drafts that of what they draft for
+        kept = (
+            next(iter(steps))
+            if name == "+ this engine"
+            else small_plain
+            if "speculation" in name or "drafts" in name
+            else None
+        )
+        modes[name] = Mode(decode, variant if modes else None, kept or name, "text" if kept else None)
     if exits:
         lossy = dataclasses.replace(config, exit_threshold=config.exit_threshold or (0.9,))
         found = {name: mode for name, mode in modes_of(lossy, small, 0.0).items() if mode.promise == "exits"}

@@ -196,11 +196,11 @@ def predicted(mode: Mode, batch: list[Generation], plain: list[Generation]) -> t
     and its verification in plain passes. Early exit: layers run, exits asked and heads read, at what each costs alone.
     "acceptance": acceptance that is no constant, tokens of a round by the model to those seen; "loop": all but drafts and passes.
     """
-    if mode.variant is None:
-        return None
     total = add_up(run.stats for run in batch)
     times, plain_times = (phase_seconds([run.stats for run in runs]) for runs in (batch, plain))
     passes, plain_passes = (t["draft"] + t["verify"] for t in (times, plain_times))
+    if mode.variant is None or not plain_passes:  # a peer, or beside one: it does not tell
+        return None
     loop = (1 + plain_times["other"] / plain_passes) / (1 + times["other"] / passes)
     n_plain = sum(len(run.tokens) for run in plain)
     if mode.promise == "exits":
@@ -238,7 +238,7 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     )
     n_equal = sum(x == y for run, plain in zip(runs, plain_runs) for x, y in zip(run.tokens, plain.tokens))
     n_longest = sum(max(len(run.tokens), len(plain.tokens)) for run, plain in zip(runs, plain_runs))
-    guesses = [predicted(mode, a.runs, b.runs) for a, b in zip(ours, base)]
+    guesses = [guess for a, b in zip(ours, base) if (guess := predicted(mode, a.runs, b.runs))]
     row = {
         "mode": name, "batch": len(groups[0].prompts), "temperature": temperature,
         "drafter": None if mode.drafter is None else name.rpartition(" k=")[0] or name, "draft_len": mode.draft_len,
@@ -268,8 +268,8 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     n_rounds = sum(max(run.stats.rounds for run in found.runs) for found in ours)
     starts = [0.0, *itertools.accumulate(spent.values())]
     row |= {
-        "predicted_ratio": statistics.median(ratio for ratio, _ in guesses),
-        "prediction_terms": {key: statistics.median(terms[key] for _, terms in guesses) for key in guesses[0][1]},
+        "predicted_ratio": statistics.median(ratio for ratio, _ in guesses) if guesses else None,
+        "prediction_terms": {key: statistics.median(t[key] for _, t in guesses) for _, terms in guesses[:1] for key in terms},
         "agreement": 1 - total.audit_disagreed / n_tokens if total.audited else None,
         "tokens_per_target_pass": n_tokens / total.target_passes,
         "mean_layers": total.layer_passes / n_tokens,
