@@ -5,8 +5,8 @@
     python report.py --readme                                               # write the README's tables anew
     python report.py --readme --check                                       # exit status 1 when they would change
 
-Prints the name of what it wrote. The page needs no network. Pictures are SVG written by hand: text in them takes the colours
-and the font of the page, light or dark, and a test can read the figures back; matplotlib would freeze both.
+Prints the name of what it wrote. The page needs no network. Pictures are SVG written by hand: text in them takes the
+colours and the font of the page, light or dark, and a test can read the figures back; matplotlib would freeze both.
 """
 
 import functools
@@ -28,7 +28,7 @@ TEMPLATE = Template((ROOT / "report.html").read_text(encoding="utf-8"))
 # Column of the table: key of the row, heading, form, factor, what it says
 COLUMNS = (
     ("tokens_per_second", "tokens/s", ".1f", 1, "tokens per second, reading the prompt apart"),
-    ("ratio_to_plain", "to plain", ".2f", 1, "speed to plain decoding of the same batch and temperature, median of paired runs"),
+    ("ratio_to_plain", "to plain", ".2f", 1, "speed to plain of the same batch and temperature, median of paired runs"),
     ("ratio_quartiles", "quartiles", ".2f", 1, "of those ratios"),
     ("predicted_ratio", "predicted", ".2f", 1, "speed to plain by the cost model"),
     ("alpha", "alpha", ".2f", 1, "chance that a draft is accepted, given that it was judged"),
@@ -81,8 +81,9 @@ def listed(holder: dict, key: str) -> list[dict]:
 
 def about(result: dict) -> list[str]:
     """Where and when, as far as the result says."""
-    forms = {"machine": "{}", "threads": "{} threads", "python": "Python {}", "torch": "torch {}", "commit": "commit {}", "date": "{}"}  # fmt: skip
-    return [form.format(result[key]) for key, form in forms.items() if result.get(key)]
+    threads = f"{result['threads']} threads" if result.get("threads") else None
+    versions = [f"{name} {result[name.lower()]}" for name in ("Python", "torch", "commit") if result.get(name.lower())]
+    return [str(fact) for fact in (result.get("machine"), threads, *versions, result.get("date")) if fact]
 
 
 # -------------------------------------------------------------------------------------------------------- pictures
@@ -109,13 +110,12 @@ def svg(width: float, height: float, name: str, parts: Iterable[str]) -> str:
 def standalone(picture: str) -> str:
     """A picture of the page as a file of its own, with the page's colours."""
     style = TEMPLATE.template.partition("/* pictures")[2].partition("*/")[2].partition("/* page */")[0]
-    return picture.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
-        ">", f"><style>{style}</style>", 1
-    )
+    named = picture.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return named.replace(">", f"><style>{style}</style>", 1)
 
 
 def shortened(name, width: float) -> str:
-    """At most `width` pixels, at 6.6 a character, which is more than a proportional font of 12 pixels takes on average."""
+    """At most `width` pixels, at 6.6 a character: more than a proportional font of 12 pixels takes on average."""
     n = max(int(width / 6.6), 2)
     return str(name) if len(str(name)) <= n else str(name)[: n - 1] + "…"
 
@@ -135,9 +135,7 @@ def places(spots: list[tuple[float, float]], names: list[str], width: float, bot
     """Box (x, y, to_x, to_y) of each name: beside its mark, or as far above or below as it takes to cover nothing."""
     taken = [(x - 7, y - 7, x + 7, y + 7) for x, y in spots]
     boxes = {}
-    for i in sorted(
-        range(len(spots)), key=lambda i: -spots[i][0]
-    ):  # from the right: what steps aside then crosses nothing
+    for i in sorted(range(len(spots)), key=lambda i: -spots[i][0]):  # from the right, so that leads do not cross names
         (x, y), wide = spots[i], 6.6 * len(names[i])
         heights = [y + side * step for step in range(0, 2000, 8) for side in (1, -1)]
         for at, middle in [(at, height) for at in (x + 10, x - 10 - wide) for height in heights]:
@@ -162,7 +160,7 @@ def scatter(points: list[tuple], x_label: str, y_label: str, shown, less_is_bett
     at_x = scale(low_x, high_x, left + 14, right)
     at_y = scale(low_y, high_y, *((top + 10, bottom - 14) if less_is_better else (bottom - 14, top + 10)))
     parts = [text(4, 16, y_label + (" (less is better, at the top)" if less_is_better else ""), "bold")]
-    parts += [line("rule", left, bottom, width - 4, bottom), text(width - 4, bottom + 36, x_label, "bold", "end")]
+    parts += [line("rule", left, bottom, width - 4, bottom), text(left, bottom + 36, x_label, "bold")]
     if diagonal:  # a nested svg cuts off what leaves it
         size = f'x="{left}" y="{top}" width="{right - left + 14}" height="{bottom - top}"'
         size += f' viewBox="{left} {top} {right - left + 14} {bottom - top}"'
@@ -179,7 +177,8 @@ def scatter(points: list[tuple], x_label: str, y_label: str, shown, less_is_bett
         parts += [text(left - 5, at_y(value) + 4, f"{value:g}", "dim tick-y", "end")]
     verdicts = [verdict_of(row) for row, _, _ in points]
     spots = [(at_x(x), at_y(y)) for _, x, y in points]
-    words = [shortened(row["mode"], 230) + (f" ({v})" if v in ("failed", "unsure") else "") for (row, *_), v in zip(points, verdicts)]  # fmt: skip
+    words = [shortened(row["mode"], 230) for row, _, _ in points]
+    words = [f"{name} ({v})" if v in ("failed", "unsure") else name for name, v in zip(words, verdicts)]
     boxes = places(spots, words, width - 4, bottom - 4)
     for (x, y), box in zip(spots, boxes):
         if abs((box[1] + box[3]) / 2 - y) > 10:
@@ -216,16 +215,12 @@ def speed_against_quality(rows: list[dict], key: str) -> str | None:
 def predicted_against_measured(rows: list[dict]) -> str | None:
     points = [(row, known(row.get("predicted_ratio")), known(row.get("ratio_to_plain"))) for row in rows]
     points = [point for point in points if None not in point]
-    shown = ((0.9, 1.2), ())
-    return (
-        scatter(points, "predicted speed to plain, times", "measured speed to plain, times", shown, diagonal=True)
-        if points
-        else None
-    )
+    labels = ("predicted speed to plain, times", "measured speed to plain, times")
+    return scatter(points, *labels, ((0.9, 1.2), ()), diagonal=True) if points else None
 
 
 def bars(panels: list[tuple[str, list[tuple]]], x_label: str, y_label: str) -> str | None:
-    """A small chart for each (mode, [(tick, share, tip), ...]), all on one scale from 0 to the largest share, rounded up."""
+    """A small chart for each (mode, [(tick, share, tip), ...]), all on one scale from 0."""
     if not panels:
         return None
     most = math.ceil(10 * max(share for _, columns in panels for _, share, _ in columns)) / 10 or 1.0
@@ -243,9 +238,8 @@ def bars(panels: list[tuple[str, list[tuple]]], x_label: str, y_label: str) -> s
         every = math.ceil((20 if most >= 0.995 else 15) / slot)  # "100" takes more room
         for j, (tick, share, tip) in enumerate(columns):
             middle = left + room + (j + 0.5) * slot
-            parts.append(
-                rect("bar", middle - slot * 0.4, at_y(share), slot * 0.8, base - at_y(share), f"{name}: {tip}")
-            )
+            tip = f"{name}: {tip}"
+            parts.append(rect("bar", middle - slot * 0.4, at_y(share), slot * 0.8, base - at_y(share), tip))
             if j % every == 0:
                 parts.append(text(middle, base + 13, tick, "dim small", "middle"))
                 words = "<1" if 0 < share < 0.005 else f"{share * 100:.0f}"
@@ -306,21 +300,18 @@ def timeline(rows: list[dict]) -> str | None:
     for value in ticks(0.0, end):
         parts.insert(0, line("rule", at_x(value), 6, at_x(value), height - 36))
         parts.append(text(at_x(value), height - 24, f"{value:g}", "dim tick-x", "middle"))
-    return svg(
-        372,
-        height,
-        "time line of one round",
-        [*parts, text(364, height - 6, "ms from the round's start", "bold", "end")],
-    )
+    parts.append(text(364, height - 6, "ms from the round's start", "bold", "end"))
+    return svg(372, height, "time line of one round", parts)
+
+
+def numbers_first(key) -> tuple:
+    return (0, key) if isinstance(key, int | float) else (1, str(key))
 
 
 def heat_map(drafter: str, sweep: list[dict]) -> str:
     """Speed to plain of a drafter, a row for each K and a column for each temperature; the best K of each is framed."""
     cells = {(row.get("draft_len"), row.get("temperature")): known(row.get("ratio_to_plain")) for row in sweep}
-    lengths, heats = (
-        sorted({key[i] for key in cells}, key=lambda k: (isinstance(k, str), str(k) if k is None else k))
-        for i in (0, 1)
-    )
+    lengths, heats = (sorted({key[i] for key in cells}, key=numbers_first) for i in (0, 1))
     strongest = max([abs(math.log(ratio)) for ratio in cells.values() if ratio and ratio > 0] + [0.1])
     parts = [text(4, 14, shortened(f"{drafter}: speed to plain", 360), "bold"), text(4, 34, "drafts K", "dim")]
     for j, heat in enumerate(heats):
@@ -333,9 +324,7 @@ def heat_map(drafter: str, sweep: list[dict]) -> str:
                 tip = f"K {length}, temperature {heat}: {ratio:.4g}"
                 kind = "faster" if ratio >= 1 else "slower"
                 parts.append(rect(f"cell {kind}", x, y, 56, 24, tip, f' fill-opacity="{weight:.3f}"'))
-                parts += (
-                    [f'<rect class="best" x="{x}" y="{y}" width="56" height="24"/>'] if ratio == max(ratios) else []
-                )
+                parts += [rect("best", x, y, 56, 24, tip)] if ratio == max(ratios) else []
             parts.append(text(x + 28, y + 16, "–" if ratio is None else f"{ratio:.2f}", "", "middle"))
     parts += [text(56, 58 + 28 * i, length, "dim", "end") for i, length in enumerate(lengths)]
     height, width = 42 + 28 * len(lengths) + 44, max(372, 76 + 60 * len(heats))
@@ -375,13 +364,12 @@ def grouped(results: list[tuple[str, dict]]) -> dict[str, list[dict]]:
 def cell(row: dict, key: str, form: str, factor: float) -> str:
     value = row.get(key)
     if key == "pass_rate" and isinstance(value, dict):
-        value = {"interval": (math.nan, math.nan), "difference": math.nan} | value
-        low, high = value["interval"]
-        return clean(
-            f"{value.get('passed')} of {value.get('asked')}, {value['difference']:+.2f} ({low:+.2f} to {high:+.2f})"
-        )
+        figures = [value.get("difference"), *(value.get("interval") or [])]  # its interval behind it
+        figures = " ".join(f"{figure:+.2f}" for figure in figures if known(figure) is not None)
+        return clean(f"{value.get('passed')} of {value.get('asked')}: {figures}")
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    return "–".join(format(v * factor, form) for v in values if known(v) is not None)
+    between = " / " if isinstance(value, dict) else "–"
+    return between.join(format(v * factor, form) for v in values if known(v) is not None)
 
 
 def verdict_cell(row: dict) -> str:
@@ -405,9 +393,8 @@ def mode_table(groups: dict[str, list[dict]]) -> str:
         for row in rows:
             figures = "".join(f"<td>{cell(row, key, form, factor)}</td>" for key, _, form, factor, _ in columns)
             name = f'<th scope="row">{clean(row["mode"])}</th>'
-            lines.append(
-                f'<tr>{name}<td class="words">{verdict_cell(row)}</td>{figures}<td class="words">{gate_figures(row)}</td></tr>'
-            )
+            verdict, why = (f'<td class="words">{words}</td>' for words in (verdict_cell(row), gate_figures(row)))
+            lines.append(f"<tr>{name}{verdict}{figures}{why}</tr>")
     head = f'<tr><th>mode</th><th class="words">gate</th>{heads}<th class="words">what the gate saw</th></tr>'
     notes = "".join(f"<li><b>{head}</b>: {what}</li>" for _, head, _, _, what in columns)
     table = f'<div class="wide"><table><thead>{head}</thead><tbody>{"".join(lines)}</tbody></table></div>'
@@ -418,11 +405,10 @@ def plain_table(rows: list[dict]) -> str:
     """Whatever the rows hold, in their own order."""
 
     def shown(value) -> str:
-        kind = "" if isinstance(value, int | float) else ' class="words"'
-        words = (
-            f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, int | str) else json.dumps(value)
-        )
-        return f"<td{kind}>{'' if value is None else clean(words)}</td>"
+        if isinstance(value, int | float):
+            return f"<td>{value:.4g}</td>" if isinstance(value, float) else f"<td>{value}</td>"
+        words = value if isinstance(value, str) else "" if value is None else json.dumps(value)
+        return f'<td class="words">{clean(words)}</td>'
 
     keys = list(dict.fromkeys(key for row in rows for key in row))
     heads = "".join(f'<th class="words">{clean(key.replace("_", " "))}</th>' for key in keys)
@@ -430,17 +416,25 @@ def plain_table(rows: list[dict]) -> str:
     return f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
+def items(result: dict, key: str) -> list[dict]:
+    return [{"name": name, "value": value} for name, value in (result.get(key) or {}).items()]
+
+
+def folded(title: str, rows: list[dict]) -> str:
+    return f"<details><summary>{title}</summary>{plain_table(rows)}</details>" if rows else ""
+
+
 def gates(groups: dict[str, list[dict]]) -> str:
     """How many passed, and each that did not with its reason."""
-    rows = [row for rows in groups.values() for row in rows if row.get("gate")]
-    counts = {verdict: sum(verdict_of(row) == verdict for row in rows) for verdict in VERDICTS if verdict != "none"}
-    words = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n) or "none was checked"
-    lines = [f"<p><b>Gates:</b> {words}.</p>"] if groups else []
-    for row in rows:
-        if verdict_of(row) != "passed":
-            lines.append(
-                f"<p>{clean(row['mode'])}: {verdict_cell(row)}, {gate_figures(row)}. {clean(row['gate'].get('why') or '')}</p>"
-            )
+    judged = [(title, row) for title, rows in groups.items() for row in rows if row.get("gate")]
+    verdicts = [verdict_of(row) for _, row in judged]
+    words = ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v != "none" and v in verdicts)
+    lines = [f"<p><b>Gates:</b> {words or 'none was checked'}.</p>"] if groups else []
+    for (title, row), verdict in zip(judged, verdicts):
+        if verdict != "passed":
+            about = clean(f"{title}, {row['mode']}" if len(groups) > 1 else row["mode"])
+            why = clean(row["gate"].get("why") or "")
+            lines.append(f"<p>{about}: {verdict_cell(row)}, {gate_figures(row)}. {why}</p>")
     return "".join(lines)
 
 
@@ -477,22 +471,16 @@ def write_page(results: list[tuple[str, dict]], folder: str | Path) -> Path:
         pictures = [(name, draw(rows), caption) for name, (draw, caption) in PICTURES.items()]
         section(title, [picture for picture in pictures if picture[1]])
     for file, result in results:
-        sweep = listed(result, "sweep")
-        drafters = dict.fromkeys(str(row.get("drafter")) for row in sweep)
-        maps = [
-            ("sweep", heat_map(d, [r for r in sweep if str(r.get("drafter")) == d]), "Sweep of K") for d in drafters
-        ]
-        folded = f"<details><summary>All figures of the sweep</summary>{plain_table(sweep)}</details>" if sweep else ""
-        section(f"{file}: draft lengths and temperatures", maps, folded)
-        stack, predict = listed(result, "stack"), result.get("predict") or {}
-        section(f"{file}: what each step adds", [], plain_table(stack) if stack else "")
-        items = [{"figure": key, "value": value} for key, value in predict.items()]
-        section(f"{file}: prediction", [], plain_table(items) if items else "")
-        others = [row for row in listed(result, "rows") if "mode" not in row]
-        section(f"{file}: rows", [], plain_table(others) if others else "")
-        flags = [{"flag": key, "value": value} for key, value in (result.get("flags") or {}).items()]
-        folded = f"<details><summary>All flags</summary>{plain_table(flags)}</details>"
-        section(f"{file}: flags", [], folded if flags else "")
+        sweep, by_drafter = listed(result, "sweep"), {}
+        for row in sweep:
+            by_drafter.setdefault(str(row.get("drafter")), []).append(row)
+        maps = [("sweep", heat_map(drafter, rows), "Sweep of K") for drafter, rows in by_drafter.items()]
+        section(f"{file}: draft lengths and temperatures", maps, folded("All figures of the sweep", sweep))
+        tables = {"what each step adds": listed(result, "stack"), "prediction": items(result, "predict")}
+        tables["rows"] = [row for row in listed(result, "rows") if "mode" not in row]
+        for title, rows in tables.items():
+            section(f"{file}: {title}", [], plain_table(rows) if rows else "")
+        section(f"{file}: flags", [], folded("All flags", items(result, "flags")))
     for name, picture in drawn.items():
         write_text(folder / f"{name}.svg", standalone(picture))
     models = dict.fromkeys(str((result.get("flags") or {}).get("model") or file) for file, result in results)
@@ -530,9 +518,8 @@ def exit_table(config: dict) -> str:
     texts, keys = list(next(iter(figures.values()))), ("agreement", "overlap", "auroc", "calibration_error")
     lines = [["exit after layer", *texts], ["---"] * (1 + len(texts))]
     for layer, by_text in figures.items():
-        lines.append(
-            [layer, *(" / ".join(f"{by_text[t][k]:.{3 if k == keys[-1] else 2}f}" for k in keys) for t in texts)]
-        )
+        cells = [[f"{by_text[t][k]:.{3 if k == keys[-1] else 2}f}" for k in keys] for t in texts]
+        lines.append([layer, *map(" / ".join, cells)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -549,9 +536,13 @@ def block(readme: Path, file: str, what: str) -> tuple[str, dict[Path, str]]:
     elif what == "exits":
         shown, result = exit_table(result), result["meta"]
     elif what in PICTURES:
-        path, groups = Path(file).with_name(f"{Path(file).stem}-{what}.svg"), grouped([("", result)])
-        files[readme.parent / path] = standalone(PICTURES[what][0](next(iter(groups.values()))))
-        shown = f"![{PICTURES[what][1]}]({path.as_posix()})\n"
+        draw, caption = PICTURES[what]
+        picture = draw(next(iter(grouped([("", result)]).values()), []))
+        if picture is None:
+            raise ValueError(f"{readme.name}: {file} holds nothing to draw {what} from: take the marker out")
+        path = Path(file).with_name(f"{Path(file).stem}-{what}.svg")
+        files[readme.parent / path] = standalone(picture)
+        shown = f"![{caption}]({path.as_posix()})\n"
     else:
         raise ValueError(
             f"{readme.name}: a marker asks for {what}: choose speed, quality, exits, {', '.join(PICTURES)}"
@@ -561,7 +552,7 @@ def block(readme: Path, file: str, what: str) -> tuple[str, dict[Path, str]]:
 
 
 def write_readme(readme: Path, check: bool = False) -> int:
-    """Fill the README's markers from their files. With `check` nothing is written, and 1 says that something would be."""
+    """Fill the README's markers from their files. With `check` nothing is written; 1 says that something would be."""
     before, files = readme.read_text(encoding="utf-8"), {}
 
     def filled(match) -> str:
@@ -596,9 +587,7 @@ def main(argv=None) -> int:
     parser.add_argument("results", nargs="*", metavar="FILE", help="what bench.py wrote; several go on one page")
     parser.add_argument("--out", default="", help="folder for the page and its pictures")
     parser.add_argument("--readme", action="store_true", help="write the README's tables anew from their result files")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit status 1 when the README is not up to date"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when the README is stale")
     flags = parser.parse_args(argv)
     if bool(flags.results) == (flags.readme or flags.check) or bool(flags.results) != bool(flags.out):
         parser.error("give result files and --out FOLDER for a page, or --readme or --check for the README")
