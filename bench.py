@@ -450,7 +450,7 @@ def eager(model: GPT, prompts: list[list[int]], sampling: SamplingParams) -> lis
     out = Generation(tokens=tokens, finish_reason="length")
     step = (time.perf_counter() - first) / max(len(tokens) - 1, 1)
     out.stats.plain, out.stats.seconds = len(tokens), time.perf_counter() - began
-    out.stats.prefill_seconds, out.stats.first_token_seconds = first - began - step, first - began
+    out.stats.prefill_seconds, out.stats.first_token_seconds = max(first - began - step, 0.0), first - began
     return [out]
 
 

@@ -171,9 +171,10 @@ def draft_bytes(drafter) -> int:
 @functools.cache
 @torch.inference_mode()
 def exit_costs(model: GPT, batch: int, n_rounds: int = 12) -> tuple[float, float, float]:
-    """Seconds of a layer, of the final head and of asking an exit, for one new token of each of `batch` rows at position 64."""
-    cache, times = model.new_cache(batch, 65), ([], [], [])
-    ids, positions = pack([[0]] * batch, [64] * batch, model.device)
+    """Seconds of a layer, of the final head and of asking an exit, for one new token of each of `batch` rows at position 63."""
+    at = min(63, model.config.block_size - 1)
+    cache, times = model.new_cache(batch, at + 1), ([], [], [])
+    ids, positions = pack([[0]] * batch, [at] * batch, model.device)
     for _ in range(n_rounds):
         marks = [time.perf_counter()]
         x = model.run_layers(model.embed(ids, positions), cache, positions, 0, model.config.n_layer)[:, 0]

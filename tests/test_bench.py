@@ -1,105 +1,197 @@
+"""bench.py and measure.py: what is measured is paired, counted and judged rightly, and what cannot be is one line."""
+
 import itertools
 import json
-import sys
-from types import SimpleNamespace
+import math
+import signal
+import threading
+import time
 
 import pytest
 import torch
-from helpers import tiny_model, weaker
+from helpers import tiny_model
 
 import bench
-import sample
-from checkpoint import Tokenizer, save_checkpoint
-from decode import Generation
+import measure
+import peers
+import quality
+import synthetic
+from checkpoint import Tokenizer
+from decode import Generation, SamplingParams, generate
+from speculative import ModelDrafter, NGramDrafter, speculative_generate
+
+ONE = ["--batch", "1", "--temperature", "0"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    tokenizer = Tokenizer({bytes([i]): i for i in range(256)}, r"[\s\S]")
-    target = tiny_model(dtype=torch.float32, poisoned=False, vocab_size=256)
-    save_checkpoint(folder / "target", target, tokenizer)
-    save_checkpoint(folder / "drafter", weaker(target), tokenizer)
-    save_checkpoint(folder / "stranger", target, Tokenizer({bytes([255 - i]): i for i in range(256)}, r"[\s\S]"))
-    save_checkpoint(folder / "mute", target)
-    (folder / "keys.json").write_text(json.dumps({"texts": ["a", {"user": "b"}], "more": ["c"], "text": "abc"}))
-    (folder / "prompts.json").write_text(json.dumps(["def f(x):", "import"]))
-    return folder
-
-
-def call(folder, capsys, *more, canary=False):
-    flags = ["--model", folder / "target", "--draft", folder / "drafter", "--prompts", folder / "prompts.json"]
-    flags = ["canary", *flags, "--threads", 0] if canary else [*flags, "--repeats", 2]
+def call(model_folder, capsys, *more, command=()):
+    flags = ["--model", model_folder / "target", "--draft", model_folder / "drafter"]
+    flags += ["--prompts", model_folder / "prompts.json", "--repeats", 2, "--max-new-tokens", 12]
     try:
-        status = bench.main(list(map(str, [*flags, "--max-new-tokens", 12, *more])))
+        status = bench.main(list(map(str, [*command, *flags, *more])))
     except SystemExit as stopped:
         status = stopped.code
     return status, *capsys.readouterr()
 
 
-def test_every_mode_is_compared_with_plain_on_the_same_tokens(folder, capsys, tmp_path):
+def result_of(out: str) -> dict:
+    return json.loads(out.splitlines()[-1])
+
+
+def test_every_mode_is_compared_with_plain_on_the_same_tokens(model_folder, capsys, tmp_path):
     """Lossless modes have plain's text, a threshold above 1 is plain, and the last line holds what the file holds."""
-    flags = ["--draft-len", "1,3,auto", "--exit-threshold", "0.05,1.5", "--out", tmp_path / "result.json"]
-    status, out, _ = call(folder, capsys, *flags)
-    assert status == 0
-    result = json.loads(out.splitlines()[-1])
+    flags = [*ONE, "--draft-len", "1,3,auto", "--exit-threshold", "0.05,1.5", "--out", tmp_path / "result.json"]
+    status, out, _ = call(model_folder, capsys, *flags, "--report", tmp_path / "page")
+    result = result_of(out)
     assert result == json.loads((tmp_path / "result.json").read_text())
-    assert {"command", "machine", "torch", "commit", "date"} <= set(result)
+    assert {"command", "machine", "torch", "commit", "date", "ceilings", "flags"} <= set(result)
     rows = {row["mode"]: row for row in result["rows"]}
     assert len(rows) == 1 + 3 * 3 + 1 + 2
     assert rows["plain"]["ratio_to_plain"] == 1.0 and rows["plain"]["tokens_per_target_pass"] == 1.0
     for name, row in rows.items():
         if name != "early exit 0.05":
-            assert row["equal"] == 1.0 and row["texts_equal"] == 2, name
+            assert row["equal"] == 1.0 and row["texts_equal"] == 2 and row["kl"] == 0.0, name
+            assert name == "plain" or row["gate"]["verdict"] in ("passed", "unsure"), name
     assert rows["early exit 1.5"]["mean_layers"] == 4 and rows["early exit 1.5"]["agreement"] is None
     eager = rows["early exit 0.05"]
-    assert eager["exited"] > 0.5 and eager["mean_layers"] < 4 and 0 <= eager["agreement"] < 1
+    assert eager["exited"] > 0.5 and eager["mean_layers"] < 4 and 0 <= eager["agreement"] < 1 and eager["kl"] > 0
+    assert eager["gate"]["verdict"] == "failed" and status == 1  # whatever its speed
+    assert f"early exit 0.05 (batch 1, temperature 0): disagreement failed: {eager['gate']['why']}" in out
     assert rows["speculative k=3"]["tokens_per_target_pass"] > rows["speculative k=1"]["tokens_per_target_pass"] > 1
     assert bench.table(result["rows"]) in out
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert "speculative k=3" in page and result["commit"] in page
 
 
-def test_ratios_are_paired_and_interleaved(folder, capsys, monkeypatch):
+def test_a_lossless_mode_that_changes_the_text_fails_whatever_its_speed(model_folder, capsys, monkeypatch):
+    honest = bench.speculative_generate
+
+    def broken(*how):
+        outs = honest(*how)
+        outs[0].tokens[5] ^= 1
+        return outs
+
+    monkeypatch.setattr(bench, "speculative_generate", broken)
+    monkeypatch.setattr(measure, "near_tie", lambda model, ids: (1.0, 1e-3))
+    status, out, _ = call(model_folder, capsys, *ONE, "--only", "speculative k=4")
+    row = result_of(out)["rows"][1]
+    assert status == 1 and row["gate"]["verdict"] == "failed" and "identity FAILED" in out
+    assert "parts at token 6" in row["gate"]["why"]
+    monkeypatch.setattr(measure, "near_tie", lambda model, ids: (1e-9, 1e-3))
+    assert call(model_folder, capsys, *ONE, "--only", "speculative k=4")[0] == 0  # a near-tie
+
+
+def test_each_promise_has_its_gate(model_folder, capsys):
+    """Coupled is held to the text, rejection to the law, exits to their audit; batches keep the noise of each prompt."""
+    flags = ["--batch", "1,2", "--only", "speculative k=4,early"]
+    for verify, kind in (("coupled", "identity"), ("rejection", "distribution")):
+        status, out, _ = call(model_folder, capsys, *flags, "--verify", verify, "--temperature", 1, "--max-disagreement", 1,
+                              "--max-nats", "inf")  # fmt: skip
+        rows = {(row["batch"], row["mode"]): row for row in result_of(out)["rows"]}
+        for batch in (1, 2):
+            assert rows[batch, "speculative k=4"]["gate"]["kind"] == kind
+            assert rows[batch, "early exit 0.9"]["gate"]["kind"] == "disagreement"
+            assert verify != "coupled" or rows[batch, "speculative k=4"]["equal"] == 1.0
+        assert status == 0
+        assert (
+            rows[1, "speculative k=4"]["alpha"] == rows[2, "speculative k=4"]["alpha"]
+        )  # the same noise, alone or not
+
+
+def test_ratios_are_paired_and_interleaved(model_folder, capsys, monkeypatch):
     """A machine that is ten times slower in every other repetition leaves the ratios as they are."""
     n_modes, n_runs = 9, itertools.count()
-    monkeypatch.setattr(bench, "token_seconds", lambda run: 10.0 if next(n_runs) // n_modes % 2 else 1.0)
-    status, out, _ = call(folder, capsys, "--repeats", 3)
-    rows = json.loads(out.splitlines()[-1])["rows"]
-    assert status == 0 and len(rows) == n_modes
+    monkeypatch.setattr(measure, "token_seconds", lambda runs: 10.0 if next(n_runs) // n_modes % 2 else 1.0)
+    _, out, _ = call(model_folder, capsys, *ONE, "--repeats", 3)
+    rows = result_of(out)["rows"]
+    assert len(rows) == n_modes
     assert [ratio for row in rows for ratio in (row["ratio_to_plain"], *row["ratio_quartiles"])] == [1.0] * 3 * n_modes
 
 
-def test_the_cost_model_by_hand():
-    """Of three drafts at alpha 0.5 a round has 1.875 tokens; it takes 1.5 plain tokens' time. Early exit counts layers."""
+def runs(**stats):
+    out = Generation()
+    for name, value in stats.items():
+        setattr(out.stats, name, value)
+    out.tokens = [0] * out.stats.tokens
+    out.stats.seconds = out.stats.draft_seconds + out.stats.verify_seconds
+    return [out]
 
-    def runs(**stats):
-        out = Generation()
-        for name, value in stats.items():
-            setattr(out.stats, name, value)
-        return [out]
 
-    plain = runs(rounds=10, plain=10, verify_seconds=10.0, layer_passes=40)
+def test_the_cost_model_by_hand(monkeypatch):
+    """Of three drafts at alpha 0.5 a round has 1.875 tokens; it takes 1.5 plain tokens' time. Early exit: layers and heads."""
+    variant = measure.Variant("", tiny_model(), None, None)
+    plain = runs(rounds=10, plain=10, verify_seconds=10.0, layer_passes=40, drafted_histogram=[10])
+    mode = measure.Mode(None, variant)
     drafted = {"accepted_histogram": [5, 3, 2], "corrected": 7, "drafted_histogram": [0, 0, 0, 10], "rounds": 10}
-    assert bench.predicted(runs(draft_seconds=5.0, verify_seconds=10.0, **drafted), plain) == pytest.approx(1.875 / 1.5)
-    assert bench.predicted(plain, plain) is not None
-    assert bench.predicted(runs(rounds=10, exited=5, plain=5, layer_passes=20), plain) == 2.0
-    assert bench.predicted(runs(plain=10), plain) is None
+    batch = runs(draft_seconds=5.0, verify_seconds=10.0, bonus=3, **drafted)
+    ratio, terms = measure.predicted(mode, batch, plain)
+    assert ratio == pytest.approx(1.875 / 1.5)
+    assert terms == {"acceptance": pytest.approx(17 / 18.75), "loop": 1.0}
+    batch[0].stats.seconds += 5.0  # a third more than its passes
+    assert measure.predicted(mode, batch, plain)[1]["loop"] == pytest.approx(1 / (1 + 5 / 15))
+    assert measure.predicted(mode, plain, plain)[0] == 1.0
+    monkeypatch.setattr(measure, "exit_costs", lambda model, batch: (1.0, 4.0, 0.5))
+    exits = measure.Mode(None, variant, promise="exits", thresholds=(0.9, 0.9, 2.0))
+    left = runs(rounds=10, exited=6, plain=4, layer_passes=24, verify_seconds=5.0, exit_histogram={1: 4, 2: 2})
+    # asked: 4 tokens one exit, 2 two, 4 two more in vain; each that left was drawn from an exit's head
+    assert measure.predicted(exits, left, plain)[0] == pytest.approx(10 * (4 + 4) / (24 + (16 + 6) * 0.5 + 4 * 4))
+    assert measure.predicted(measure.Mode(None), plain, plain) is None
 
 
-def test_ctrl_c_gives_no_result(folder, capsys, monkeypatch, tmp_path):
-    """What an interruption cut short is not counted as if it were whole."""
-    calls = itertools.count()
+def test_the_work_of_a_run_by_hand():
+    """Bytes that plain decoding reads are its weights once a token, and its cache; drafts add what they read."""
+    model, small = (
+        tiny_model(dtype=torch.float32, poisoned=False),
+        tiny_model(dtype=torch.float32, n_layer=1, exit_layers=()),
+    )
+    prompts, sampling = [[1, 2, 3], [4, 5, 6]], SamplingParams(10, 0.0)
+    variant, blocks = (
+        measure.Variant("", model, None, None),
+        sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2),
+    )
+    head = model.output.weight.numel()
+    cache = sum(
+        2 * 2 * 4 * 4 * 4 * (13 - 5) for _ in range(10)
+    )  # keys, values; 2 heads of 4, float32, 4 layers, mean length
+    plain = measure.work_of(measure.Mode(None, variant), generate(model, prompts[:1], sampling), 13)
+    assert plain.read == 10 * 4 * (blocks + head) + cache and plain.flops == 2 * (blocks + head) * 10
+    assert plain.held == model.weight_bytes() + 13 * 2 * 2 * 4 * 4 * 4
+    both = measure.work_of(measure.Mode(None, variant), generate(model, prompts, sampling), 13)
+    assert both.read == plain.read + cache and both.flops == 2 * plain.flops  # the weights are read for both at once
+    drafter = ModelDrafter(small)
+    batch = speculative_generate(model, drafter, prompts[:1], sampling, 3)
+    drafted = measure.work_of(measure.Mode(None, variant, drafter=drafter), batch, 13)
+    stats = batch[0].stats
+    assert drafted.flops == 2 * (blocks + head) * (stats.rounds + stats.drafted)
+    assert drafted.read - stats.rounds / 10 * plain.read == pytest.approx(stats.drafted * small.weight_bytes())
 
-    def interrupted(run):
-        if next(calls) == 2:
+
+def test_ctrl_c_keeps_what_is_complete(model_folder, capsys, monkeypatch, tmp_path):
+    """The first of two prompts is done, the second is not: a result of the first, marked, and status 130."""
+    calls, honest = itertools.count(), measure.token_seconds
+
+    def interrupted(found):
+        if next(calls) == 2 * 2 + 1:
             raise KeyboardInterrupt
-        return 1.0
+        return honest(found)
 
-    monkeypatch.setattr(bench, "token_seconds", interrupted)
-    status, out, _ = call(folder, capsys, "--out", tmp_path / "result.json")
-    assert (status, out) == (130, "") and not (tmp_path / "result.json").exists()
-    cut = Generation(finish_reason="interrupted")
-    with pytest.raises(KeyboardInterrupt):
-        bench.measure(bench.BenchConfig(), {"plain": bench.Mode(lambda ids, sampling: cut)}, [[1]])
+    monkeypatch.setattr(measure, "token_seconds", interrupted)
+    flags = [*ONE, "--only", "n-gram k=4", "--out", tmp_path / "result.json"]
+    status, out, _ = call(model_folder, capsys, *flags)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert status == 130 and result["interrupted"] and result == result_of(out)
+    assert [(row["mode"], row["texts"]) for row in result["rows"]] == [("plain", 1), ("n-gram k=4", 1)]
+    calls = itertools.count(5)
+    (tmp_path / "result.json").unlink()
+    status, out, _ = call(model_folder, capsys, *flags)
+    assert (status, out) == (130, "") and not (tmp_path / "result.json").exists()  # nothing was complete
+
+
+def test_a_real_interrupt_ends_a_run_within_a_token(model_folder, capsys):
+    """What Ctrl-C cut short is not counted as if it were whole."""
+    threading.Timer(1.0, lambda: signal.raise_signal(signal.SIGINT)).start()
+    began = time.perf_counter()
+    status, _, err = call(model_folder, capsys, *ONE, "--repeats", 10**6)
+    assert status == 130 and "Traceback" not in err and time.perf_counter() - began < 20
 
 
 @pytest.mark.parametrize(
@@ -107,14 +199,21 @@ def test_ctrl_c_gives_no_result(folder, capsys, monkeypatch, tmp_path):
     [
         ["--prompts", "nosuch.json"],
         ["--model", "nosuch"],
+        ["--model", "random:nosuch"],
+        ["--model", "random:gpt2"],
         ["--draft", "nosuch"],
         ["--draft-len", "-1"],
         ["--draft-len", "x"],
+        ["--draft-len", ""],
+        ["--batch", "0"],
+        ["--batch", ""],
         ["--exit-threshold", "nan"],
         ["--temperature", "-1"],
+        ["--temperature", "0,-1"],
         ["--exit-layer", "99"],
         ["--repeats", "0"],
         ["--max-new-tokens", "0"],
+        ["--max-disagreement", "2"],
         ["--threads", "-1"],
         ["--out", "/nosuch/result.json"],
         ["--device", "mps"],
@@ -124,178 +223,195 @@ def test_ctrl_c_gives_no_result(folder, capsys, monkeypatch, tmp_path):
         ["--prompts", "keys.json:text"],
         ["--prompts", "keys.json"],
         ["--variants", "int3"],
-        ["--peers", "transformers", "--temperature", "1"],
-        ["--what", "quality", "--model", "mute"],
+        ["--peers", "nosuch"],
+        ["--synthetic-acceptance", "0.5"],
+        ["--synthetic-acceptance", "1.5", "--temperature", "0"],
+        ["--only", "nosuch"],
+        ["--model", "mute"],
     ],
     ids=" ".join,
 )
-def test_errors_are_one_line_and_status_2(folder, capsys, more):
-    more = [folder / part if (folder / part.partition(":")[0]).exists() else part for part in more]
-    status, out, err = call(folder, capsys, *more)
+def test_errors_are_one_line_and_status_2(model_folder, capsys, more):
+    more = [model_folder / part if (model_folder / (part.partition(":")[0] or "-")).exists() else part for part in more]
+    status, out, err = call(model_folder, capsys, *more)
     errors = [line for line in err.splitlines() if line.startswith("bench.py: ")]
     assert status == 2 and out == "" and len(errors) == 1 and "Traceback" not in err
 
 
-def test_a_peer_stands_beside_the_modes_and_its_absence_is_one_line(folder, capsys, monkeypatch):
-    """What another library does not tell is no figure; its text is compared with the first mode's."""
+class FakePeer:
+    """Another engine that says token 1, a second for the first and then one every half."""
 
-    def decode(ids, sampling):
-        return bench.foreign([1] * sampling.max_new_tokens, 10.0, 11.0, 13.0)
+    def __init__(self, rows=1):
+        self.rows, self.closed = rows, False
 
-    monkeypatch.setitem(bench.PEERS, "transformers", lambda model, config: {"stranger 1.0": bench.Mode(decode)})
-    status, out, _ = call(folder, capsys, "--peers", "transformers", "--only", "plain,stranger")
-    rows = {row["mode"]: row for row in json.loads(out.splitlines()[-1])["rows"]}
-    assert status == 0 and list(rows) == ["plain", "stranger 1.0"]
-    assert rows["stranger 1.0"]["tokens_per_second"] == pytest.approx(12 / 2)
-    assert rows["stranger 1.0"]["tokens_per_target_pass"] is None and rows["stranger 1.0"]["equal"] < 1
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    status, _, err = call(folder, capsys, "--peers", "llama.cpp")
-    assert status == 2 and err.count("\n") == 1 and "pip install llama-cpp-python" in err
-    status, _, err = call(folder, capsys, "--only", "plain,nosuch")
-    assert status == 2 and "'nosuch'" in err and "n-gram k=4" in err
-    status, _, err = call(folder, capsys, "--peers", "vllm")
-    assert status == 2 and "vllm" in err and "transformers, llama.cpp, floor" in err
+    def decode(self, prompts, sampling):
+        if len(prompts) > self.rows:
+            raise ValueError("fake: one prompt at a time")
+        n = sampling.max_new_tokens
+        return [peers.generation([1] * n, [1.0] + [0.5] * (n - 1)) for _ in prompts]
+
+    def close(self):
+        self.closed = True
 
 
-def test_variants_are_compared_with_the_first_and_keep_their_own_text(folder, capsys):
+def test_a_peer_stands_beside_the_modes_and_its_absence_is_one_line(model_folder, capsys, monkeypatch):
+    """What another engine does not tell is no figure; it is compared at temperature 0, in batches that it can decode."""
+    peer = FakePeer()
+    monkeypatch.setattr(peers, "start", lambda names, **how: ({"floor 1.0": peer}, ["transformers: pip install it"]))
+    flags = ["--peers", "transformers,floor", "--only", "plain", "--batch", "1,2", "--temperature", "0,1"]
+    status, out, err = call(model_folder, capsys, *flags)
+    rows = {(row["batch"], row["temperature"], row["mode"]): row for row in result_of(out)["rows"]}
+    assert status == 0 and [key for key in rows if key[2] == "floor 1.0"] == [(1, 0.0, "floor 1.0")]
+    row = rows[1, 0.0, "floor 1.0"]
+    assert row["tokens_per_second"] == pytest.approx(2.0) and row["equal"] < 1
+    assert row["tokens_per_target_pass"] is None and row["gate"] is None and row["predicted_ratio"] is None
+    assert "transformers: pip install it" in err and "fake: one prompt at a time: left out" in err and peer.closed
+
+
+def test_variants_are_compared_with_the_first_and_keep_their_own_text(model_folder, capsys):
     """Ratios are to the first variant's plain run, the same text is the variant's own."""
-    status, out, _ = call(folder, capsys, "--variants", "float32,int8", "--only", "plain,speculative k=4")
-    rows = {row["mode"]: row for row in json.loads(out.splitlines()[-1])["rows"]}
+    status, out, _ = call(model_folder, capsys, *ONE, "--variants", "float32,int8", "--only", "plain,speculative k=4")
+    rows = {row["mode"]: row for row in result_of(out)["rows"]}
     expected = [f"{variant} {mode}" for variant in ("float32", "int8") for mode in ("plain", "speculative k=4")]
     assert status == 0 and list(rows) == expected
     assert rows["float32 plain"]["ratio_to_plain"] == 1.0 != rows["int8 plain"]["ratio_to_plain"]
     assert all(rows[name]["equal"] == 1.0 for name in expected[:3])
+    assert rows["int8 plain"]["peak_bytes"] < rows["float32 plain"]["peak_bytes"]
 
 
-def test_quality_of_a_variant_is_perplexity_and_agreement_with_the_first(folder, capsys):
-    status, out, _ = call(folder, capsys, "--what", "quality", "--variants", "float32,int8,int4")
-    first, *others = json.loads(out.splitlines()[-1])["rows"]
+def test_quality_of_a_variant_is_perplexity_and_agreement_with_the_first(model_folder, capsys):
+    status, out, _ = call(model_folder, capsys, "--variants", "float32,int8,int4", command=["quality"])
+    first, *others = result_of(out)["rows"]
     assert status == 0 and (first["agreement"], first["perplexity_ratio"], first["kl"]) == (1.0, 1.0, 0.0)
     assert others[0]["agreement"] > 0.8 and 0 < others[0]["kl"] < others[1]["kl"]
     assert "perplexity" in out.splitlines()[0] and len(out.splitlines()) == 5
+    status, _, err = call(model_folder, capsys, "--model", model_folder / "mute", command=["quality"])
+    assert status == 2 and "no tokenizer" in err
 
 
-def canary(folder, capsys, *more):
-    return call(folder, capsys, *more, canary=True)
+def test_answers_are_graded_and_compared_with_plains(model_folder, capsys, tmp_path, monkeypatch):
+    item = {"group": "factual", "check": {"any": ["yes"]}}
+    (tmp_path / "q.json").write_text(json.dumps([item | {"user": word} for word in ("ab", "cd")]))
+    monkeypatch.setattr(quality, "spelled", lambda tokenizer, item: tokenizer.encode(item["user"]))
+    seen = []
+    monkeypatch.setattr(quality, "grade", lambda item, text: seen.append((item["user"], text)) or item["user"] == "ab")
+    status, out, _ = call(model_folder, capsys, *ONE, "--prompts", tmp_path / "q.json", "--only", "n-gram k=4")
+    rows = result_of(out)["rows"]
+    assert status == 0 and "1/2" in out
+    assert rows[1]["pass_rate"]["passed"] == 1 and rows[1]["pass_rate"]["difference"] == 0
+    assert [user for user, _ in seen[:2]] == ["ab", "cd"] and all(len(text.encode()) >= 1 for _, text in seen)
+    (tmp_path / "q.json").write_text(json.dumps([{"user": "ab", "group": "factual", "check": {"nosuch": 1}}]))
+    monkeypatch.undo()
+    status, _, err = call(model_folder, capsys, "--prompts", tmp_path / "q.json")
+    assert status == 2 and "nosuch" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("draft", ["drafter", "exit", "ngram"])
-@pytest.mark.parametrize("more", [[], ["--temperature", 0.8, "--n", 5]], ids=["greedy", "coupled"])
-def test_a_canary_of_lossless_modes_finds_plains_text(folder, capsys, draft, more):
-    draft = folder / draft if draft == "drafter" else draft
-    more = [*more, "--repetition-penalty", 0.5] if draft == "ngram" else more  # a text that repeats itself
-    status, out, err = canary(folder, capsys, "--draft", draft, "--dtype", "float64", *more)
-    result = json.loads(out.splitlines()[-1])
-    assert status == 0 and "within the bound" in out.splitlines()[-2] and "Traceback" not in err
-    assert (result["above"], result["disagreement"], result["parted"]) == (False, 0.0, [])
-    n = 5 if "--n" in more else 2  # greedily, no prompt twice
-    assert result["requests"] == result["same_text"] == n and result["plain"]["tokens"] == 12 * n
-    assert (
-        0 < result["optimised_tokens"] == 12 * n - result["optimised"]["plain"] and result["optimised"]["drafted"] > 0
+def test_a_sweep_has_a_cell_for_each_number_of_drafts_and_temperature(model_folder, capsys):
+    flags = ["--draft-len", "1,3", "--temperature", "0,1", "--max-disagreement", "1"]
+    status, out, _ = call(model_folder, capsys, *flags, command=["sweep"])
+    rows = result_of(out)["sweep"]
+    found = {(row["drafter"], row["draft_len"], row["temperature"]) for row in rows}
+    drafters = ("speculative", "n-gram", "exit 1 drafts")
+    assert status == 0 and found == set(itertools.product(drafters, (1, 3), (0.0, 1.0))) and len(rows) == 12
+    cell = next(r for r in rows if (r["drafter"], r["draft_len"], r["temperature"]) == ("speculative", 3, 1.0))
+    assert f"{cell['ratio_to_plain']:.2f}x ({cell['predicted_ratio']:.2f}, {cell['alpha']:.2f})" in out
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_the_baseline_of_the_stack_says_what_the_engine_says(arch):
+    """Written apart from the model, from its weights: the same greedy text, so its speed is that of the same work."""
+    more = {"n_kv_head": 4, "gain": 4.0} if arch == "gpt2" else {}
+    model, sampling = tiny_model(arch, poisoned=False, **more), SamplingParams(30, 0.0)
+    for prompt in ([1, 2, 3], [7]):
+        [out], [plain] = bench.eager(model, [prompt], sampling), generate(model, [prompt], sampling)
+        assert out.tokens == plain.tokens and len(set(out.tokens)) > 3
+        assert 0 <= out.stats.prefill_seconds < out.stats.first_token_seconds < out.stats.seconds
+
+
+def test_the_stack_adds_one_thing_a_row_and_holds_it_to_its_text(model_folder, capsys, monkeypatch):
+    status, out, _ = call(model_folder, capsys, "--max-disagreement", 1, "--max-nats", 9, command=["stack"])
+    rows = result_of(out)["stack"]
+    names = [row["mode"] for row in rows]
+    assert status == 0 and names[0].startswith("float32, eager") and names[-1] == "instead: int8, early exit 0.9"
+    assert names[1:-1] == ["+ this engine", "+ bfloat16", "+ int8", "+ speculation", "+ early-exit drafts"]
+    assert rows[0]["total"] == 1.0 and rows[1]["gate"]["verdict"] == rows[4]["gate"]["verdict"] == "passed"
+    assert math.prod(row["factor"] for row in rows[:-1]) == pytest.approx(rows[-2]["total"])
+    assert all(row["why"] in out for row in rows)
+    honest = bench.eager
+
+    def wrong(*how):
+        [run] = honest(*how)
+        run.tokens[3] ^= 1
+        return [run]
+
+    monkeypatch.setattr(bench, "eager", wrong)
+    monkeypatch.setattr(measure, "near_tie", lambda model, ids: (1.0, 1e-3))
+    assert call(model_folder, capsys, command=["stack"])[0] == 1
+    assert call(model_folder, capsys, "--temperature", 1, command=["stack"])[0] == 2
+
+
+def test_the_calculator_has_the_figures_that_people_quote(capsys):
+    assert bench.main(["predict"]) == 0
+    found = result_of(capsys.readouterr().out)["predict"]
+    assert found["tokens_per_round"] == pytest.approx(3.3616) and found["cost_for_2.5x"] == pytest.approx(0.08616)
+    assert found["mean_layers"] == pytest.approx(20.4) and found["early_exit_speedup"] == pytest.approx(
+        1.5686, abs=1e-4
     )
+    assert bench.main(["predict", "--acceptance", "0.8", "--draft-len", "4", "--cost", "0.08616"]) == 0
+    assert result_of(capsys.readouterr().out)["predict"]["speedup"] == pytest.approx(2.5)
+    assert bench.main(["predict", "--acceptance", "0.3", "--cost", "0.6"]) == 0
+    out = capsys.readouterr().out
+    assert result_of(out)["predict"]["best_draft_len"] == 0 and "no draft is cheap enough" in out
+    for wrong in (
+        ["--acceptance", "2"],
+        ["--exits", "8:0.5"],
+        ["--exits", "x"],
+        ["--exits", "99:1"],
+        ["--draft-len", "-1"],
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            bench.main(["predict", *wrong])
+        assert stopped.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("at", [0, 5])
-def test_a_canary_of_a_wrong_text_ends_with_1_and_says_where(folder, capsys, monkeypatch, at):
-    """A decoder that goes wrong at one place of one request: all behind it counts, up to a bound that allows it."""
-    decode = bench.Session.decode
-
-    def broken(self, mode, *how, **more):
-        [out] = decode(self, mode, *how, **more)
-        if mode == "speculative" and self.sampling.seed == 1:
-            out.tokens[at] ^= 1
-        return [out]
-
-    monkeypatch.setattr(bench.Session, "decode", broken)
-    for dtype in ("float32", "float64"):
-        status, out, _ = canary(folder, capsys, "--dtype", dtype)
-        result = json.loads(out.splitlines()[-1])
-        assert status == 1 and "ABOVE the bound" in out and f"the earliest at token {at + 1}, 0 at near-ties" in out
-        assert result["disagreement"] == (12 - at) / 12 / 2 and result["same_text"] == 1
-        assert (result["parted"][0]["request"], result["parted"][0]["token"]) == (1, at)
-    assert canary(folder, capsys, "--bound", 0.6)[0] == 0
-    monkeypatch.setattr(bench.Session, "gap", lambda self, tokens: (1e-7, 1e-5))
-    status, out, _ = canary(folder, capsys, "--dtype", "float32")
-    assert status == 0 and "1 at near-ties" in out and json.loads(out.splitlines()[-1])["same_text"] == 1
-    assert canary(folder, capsys, "--dtype", "float64")[0] == 1  # where nothing is excused
+def test_a_synthetic_drafter_is_right_as_often_as_asked_and_changes_nothing():
+    model = tiny_model(poisoned=False)
+    prompts, sampling = [[1, 2, 3], [5]], SamplingParams(50, 1.0, seed=4)
+    for acceptance, alpha in ((0.0, 0.0), (1.0, 1.0), (0.7, 0.7)):
+        drafter = synthetic.SyntheticDrafter(model, acceptance, NGramDrafter())
+        drafter.tell(prompts, sampling)
+        outs = speculative_generate(model, drafter, prompts, sampling, 4, "coupled")
+        assert [out.tokens for out in outs] == [out.tokens for out in generate(model, prompts, sampling)]
+        judged = sum(out.stats.accepted + out.stats.corrected for out in outs)
+        assert sum(out.stats.accepted for out in outs) / judged == pytest.approx(alpha, abs=0.15 * (0 < alpha < 1))
 
 
-def test_a_canary_of_early_exit_counts_the_audit_against_the_bound(folder, capsys):
-    asked = ["--mode", "early-exit", "--exit-threshold", 0.05, "--json"]
-    status, out, _ = canary(folder, capsys, *asked, "--bound", 0)
-    result = json.loads(out)
-    optimised = result["optimised"]
-    assert status == 1 and optimised["audited"] == optimised["exited"] == result["optimised_tokens"] > 12
-    assert result["disagreement"] == pytest.approx(optimised["audit_disagreed"] / optimised["tokens"])  # equal lengths
-    assert 0 < result["disagreement"] < 1 and result["parted"]
-    assert canary(folder, capsys, *asked, "--bound", result["disagreement"] + 1e-9)[0] == 0
-    assert canary(folder, capsys, *asked, "--bound", result["disagreement"] * 0.9)[0] == 1
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize("name", ["gpt2", "smollm2-135m"])
+def test_random_weights_decode_at_any_shape(name, quantize):
+    model = synthetic.random_model(f"{name}:1", "cpu", "float32", quantize)
+    assert model.config.n_layer == 1 and model.config.n_embd == synthetic.SHAPES[name].n_embd
+    [out] = generate(model, [[1, 2, 3]], SamplingParams(3, 1.0))
+    assert max(out.tokens) < model.config.n_vocab_used and all(map(math.isfinite, out.logprobs))
 
 
-def test_a_canary_without_a_bound_alarms_where_the_certificate_is_improbable(folder, capsys, monkeypatch):
-    """A risk far below what is seen is: one that is a little below it is not, on so few requests."""
-    asked = ["--mode", "early-exit", "--json", "--temperature", 1, "--n", 12]
-    certificate = SimpleNamespace(thresholds=[0.05] * 3, loss="disagreement", clip=1.0, delta=0.05, risk=1e-4)
-    for module in (bench, sample):
-        monkeypatch.setattr(module, "certified", lambda *how: certificate)
-    status, out, err = canary(folder, capsys, *asked)
-    assert not err, err
-    seen = json.loads(out)["disagreement"]
-    assert status == 1 and json.loads(out)["bound"] == 1e-4 and seen > 0.1
-    certificate.risk = 0.95 * seen
-    assert canary(folder, capsys, *asked)[0] == 0
-    certificate.clip, certificate.risk = 0.02, 0.01
-    assert json.loads(canary(folder, capsys, *asked)[1])["disagreement"] <= 0.02
-    certificate.loss = "nll"
-    assert canary(folder, capsys, *asked)[0] == 2
+def test_random_weights_are_measured_like_others(capsys):
+    flags = ["--model", "random:gpt2:1", "--synthetic-acceptance", "0.6", "--max-new-tokens", "12", "--repeats", "1"]
+    assert (
+        bench.main([*flags, "--temperature", "0", "--max-prompts", "2", "--only", "synthetic k=4", "--batch", "1"]) == 0
+    )
+    row = result_of(capsys.readouterr().out)["rows"][1]
+    assert row["mode"] == "synthetic k=4" and row["gate"]["verdict"] == "passed" and row["texts"] == 2
 
 
-@pytest.mark.parametrize(
-    "more, word",
-    [
-        (["--mode", "early-exit"], "no calibrated ones"),
-        (["--mode", "early-exit", "--exit-threshold", "0.5"], "--bound"),
-        (["--bound", "2"], "--bound"),
-        (["--bound", "nan"], "--bound"),
-        (["--n", "0"], "--n"),
-        (["--mode", "compare"], "mode"),
-        (["--prompt", "abc"], "--prompts"),
-        (["--prompts", "nosuch.json"], "nosuch.json"),
-        (["--model", "nosuch"], "nosuch"),
-        (["--draft", "none"], "none"),
-        (["--mode", "auto", "--draft", "none"], "nothing to compare"),
-        (["--mode", "early-exit", "--bound", "0", "--exit-threshold", "1.5"], "nothing to compare"),
-        (["--mode", "early-exit", "--bound", "0", "--kv-fill", "propagate"], "audited"),
-        (["--verify", "rejection", "--temperature", "1"], "coupled"),
-        (["--temperature", "-1"], "temperature"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
-)
-def test_a_canary_that_cannot_compare_ends_with_2(folder, capsys, more, word):
-    status, _, err = canary(folder, capsys, *more)
-    errors = [line for line in err.splitlines() if line.startswith("bench.py")]
-    assert status == 2 and len(errors) == 1 and word in errors[0] and "Traceback" not in err
-
-
-def test_a_canary_under_the_kill_switch_or_with_a_bug_is_no_verdict(folder, capsys, monkeypatch):
-    monkeypatch.setenv("NANOSPEC_PLAIN", "1")
-    status, _, err = canary(folder, capsys)
-    assert status == 2 and "kill switch" in err
-    monkeypatch.delenv("NANOSPEC_PLAIN")
-    monkeypatch.setattr(bench.Session, "decode", lambda *_, **__: 1 / 0)
-    status, _, err = canary(folder, capsys)
-    assert status == 2 and "ZeroDivisionError" in err
-
-
-def test_prompts_come_from_keys_of_a_file_and_messages_take_the_template(folder, tmp_path):
+def test_prompts_come_from_keys_of_a_file_and_messages_take_the_template(tmp_path):
     file = tmp_path / "prompts.json"
     file.write_text(json.dumps({"a": ["x", "y"], "b": [{"user": "z"}], "c": [1]}))
-    assert bench.read_prompts(f"{file}:a,b") == ["x", "y", {"user": "z"}]
+    assert quality.read_prompts(f"{file}:a,b") == ["x", "y", {"user": "z"}]
     for source in (f"{file}:c", f"{file}:d", str(file), f"{file}x"):
         with pytest.raises(ValueError, match="--prompts"):
-            bench.read_prompts(source)
+            quality.read_prompts(source)
     with pytest.raises(ValueError, match="nosuch.json.*No such file"):
-        bench.read_prompts("nosuch.json")
+        quality.read_prompts("nosuch.json")
     tokenizer = Tokenizer({bytes([i]): i for i in range(256)}, r"[\s\S]", chat_template="<{{ messages[0].content }}>")
-    assert bytes(bench.spelled(tokenizer, {"user": "z"})) == b"<z>" and bytes(bench.spelled(tokenizer, "z")) == b"z"
+    assert bytes(quality.spelled(tokenizer, {"user": "z"})) == b"<z>" and bytes(quality.spelled(tokenizer, "z")) == b"z"

@@ -60,15 +60,6 @@ def test_the_kernel_table_is_that_of_the_stored_figures():
     assert aot.summary(json.loads((ROOT / "tests/data/aot-triton-3.9.json").read_text())) in README
 
 
-def test_the_results_are_those_of_the_result_file():
-    result = json.loads((ROOT / "results/bench.json").read_text())
-    assert bench.table(result["rows"]) in README
-    assert result["machine"] in README and result["torch"] in README and result["command"] in README
-    figures = json.loads((ROOT / "results/models.json").read_text())
-    assert f"{figures['target']['bits_per_byte']:.2f} bits per byte" in README
-    assert f"{figures['draft']['temperature 0']['alpha']:.2f} at temperature 0" in README
-
-
 def test_every_file_of_the_map_is_there():
     for name in re.findall(r"`([\w/.-]+(?:\.py|/))`", README):
         assert (ROOT / name).exists(), name
