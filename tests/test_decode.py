@@ -677,3 +677,27 @@ def test_the_cost_of_quantisation_is_measured():
         assert packed["kl"] == pytest.approx(loose["kl"], rel=0.05) and 0 < loose["agreement"] <= 1
         lost.append(loose["kl"])
     assert 0 < lost[0] < lost[1] / 10
+
+
+@pytest.mark.parametrize("mode", all_modes(MODEL))
+def test_no_position_runs_again_through_the_layers(mode, monkeypatch):
+    """Time per token grows with the context as the bytes of its cache do: what is computed grows with new tokens alone.
+
+    A prompt of 40 tokens costs 36 prompt positions more than one of 4; then a round runs its last token and its drafts.
+    """
+    honest, seen = GPT.run_layers, []
+
+    def counting(model, x, cache, positions, first, last):
+        if model is MODEL and cache is not None:
+            seen.append(int((positions >= 0).sum()) * (last - first))
+        return honest(model, x, cache, positions, first, last)
+
+    monkeypatch.setattr(GPT, "run_layers", counting)
+    n_layer = MODEL.config.n_layer
+    for n_prompt in (4, 40):
+        seen.clear()
+        [out] = run(all_modes(MODEL)[mode], [list(range(1, 24))[:4] * (n_prompt // 4)], SamplingParams(16, seed=2))
+        most = n_prompt - 1 + out.stats.rounds + out.stats.drafted
+        if mode == "itself":  # the drafter is the target, with a cache of its own
+            most = 2 * (n_prompt - 1 + out.stats.rounds + out.stats.drafted)
+        assert 0 < sum(seen) <= most * n_layer

@@ -8,12 +8,15 @@ import random
 import resource
 import signal
 import warnings
+from collections import Counter
 
 import pytest
 from helpers import all_modes, check_counters, check_laws, exiting, run, speculating, tiny_model, weaker
 from kill_switch import Work, asked, check, exposed, parted, serve, summed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import metrics
+import sample
 from checkpoint import load_checkpoint
 from decode import DecodeStats, Generation, SamplingParams, generate
 from metrics import MetricsFile, aggregate, served_by
@@ -328,3 +331,26 @@ def test_a_plain_request_is_served_by_plain_alone():
     assert served_by("speculative", out) == {"plain": 3, "speculative": 0}
     out = dataclasses.replace(out, sources=["plain", "draft", "corrected"])
     assert served_by("combined", out) == {"plain": 1, "combined": 2}
+
+
+@pytest.mark.parametrize("mode", ["plain", "speculative", "early-exit"])
+def test_metrics_cost_no_operation(mode, tmp_path, capsys):
+    """On or off, decoding does the same operations, so it launches, waits and allocates alike."""
+
+    class Counting(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = Counter()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    flags = ["--mode", mode, "--max-new-tokens", "12", "--threads", "1", "--temperature", "0"]
+    found = []
+    for more in ([], ["--metrics", str(tmp_path / "m.jsonl")], ["--metrics", str(tmp_path / "m.prom")]):
+        with Counting() as counting:
+            assert sample.main([*flags, *more]) == 0
+        found.append(counting.seen)
+    assert found[0] == found[1] == found[2] and sum(found[0].values()) > 1000
+    assert (tmp_path / "m.jsonl").stat().st_size and (tmp_path / "m.prom").stat().st_size
