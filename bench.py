@@ -147,12 +147,14 @@ class BenchConfig:
 
 def environment() -> dict:
     """Where and when a result was measured."""
+    script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parent
+    script = script.relative_to(root).as_posix() if script.is_relative_to(root) else script.name
     cpu, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
     if info.exists():
         names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = f"{len(names)} x {names[0]}" if names else cpu
     return {
-        "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(["python", script, *sys.argv[1:]]),
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),

@@ -528,11 +528,12 @@ def block(readme: Path, file: str, what: str) -> tuple[str, dict[Path, str]]:
     import bench  # here, because bench.py imports this file
 
     result = read_result(readme.parent / file)
-    rows, files = result.get("rows"), {}
-    if what == "speed":
-        shown = f"```\n{bench.table(rows)}\n```\n"
-    elif what == "quality":
-        shown = f"```\n{bench.quality_table(rows)}\n```\n"
+    files = {}
+    tables = {"speed": (bench.table, "rows"), "quality": (bench.quality_table, "rows"),
+              "stack": (bench.stack_table, "stack"), "sweep": (bench.sweep_table, "sweep")}  # fmt: skip
+    if what in tables:
+        draw, key = tables[what]
+        shown = f"```\n{draw(result[key])}\n```\n"
     elif what == "exits":
         shown, result = exit_table(result), result["meta"]
     elif what in PICTURES:
@@ -544,9 +545,7 @@ def block(readme: Path, file: str, what: str) -> tuple[str, dict[Path, str]]:
         files[readme.parent / path] = standalone(picture)
         shown = f"![{caption}]({path.as_posix()})\n"
     else:
-        raise ValueError(
-            f"{readme.name}: a marker asks for {what}: choose speed, quality, exits, {', '.join(PICTURES)}"
-        )
+        raise ValueError(f"{readme.name}: a marker asks for {what}: choose exits, {', '.join([*tables, *PICTURES])}")
     command = f"`{result['command']}`; " if result.get("command") else ""
     return f"{shown}\n`{file}`: {command}{', '.join(about(result))}.\n", files
 
