@@ -259,7 +259,10 @@ def perplexities(config: BenchConfig) -> list[dict]:
     with Python, 16 windows of 256 tokens) perplexity, and agreement and KL with the first variant."""
     rows, reference = [], None
     for name in config.variants:
-        model, tokenizer, _ = load_variant(dataclasses.replace(config, draft="none"), name, "")[1:]
+        quantize = name if name in QUANTISED else None
+        model, tokenizer = load_checkpoint(config.model, config.device, "bfloat16" if quantize else name, quantize)
+        if tokenizer is None:
+            raise ValueError(f"--model {config.model}: it has no tokenizer to read text with")
         length = min(256, model.config.block_size)
         ids = tokenizer.encode("\n".join(topics.values())[: 16 * 8 * length])[: 16 * length]
         reference = reference or model
