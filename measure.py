@@ -19,7 +19,7 @@ import torch
 
 import kernels
 import quality
-from decode import Generation, SamplingParams, heed, near_tie, pack
+from decode import PREFILL_CHUNK, Generation, SamplingParams, heed, near_tie, pack
 from metrics import add_up, percentiles, phase_seconds
 from model import GPT, Matrix
 from speculative import HeadDrafter, ModelDrafter
@@ -61,6 +61,7 @@ class Measured(NamedTuple):
     """What one mode did on one group."""
 
     runs: list[Generation]  # not timed, audited where that can be
+    n_layer_runs: int  # layers of the target that were run, for however many rows; prompts apart. 0: not seen from here
     seconds: list[float]  # of a token, in each timed run
     timed: list[list[Generation]]
 
@@ -84,7 +85,7 @@ def measure(config, modes: dict[str, Mode], groups: list[Group], temperature: fl
             sampling = SamplingParams(config.max_new_tokens, temperature, seed=seeds)
             found = {}
             for name, mode in modes.items():
-                found[name] = Measured(heed((mode.audited or mode.decode)(group.prompts, sampling)), [], [])
+                found[name] = Measured(*watched(mode, group.prompts, sampling), [], [])
                 bar.update()
             for repeat in range(config.repeats):
                 first = repeat % len(names)
@@ -97,6 +98,27 @@ def measure(config, modes: dict[str, Mode], groups: list[Group], temperature: fl
     except KeyboardInterrupt:
         return done, True
     return done, False
+
+
+def watched(mode: Mode, prompts: list[list[int]], sampling: SamplingParams) -> tuple[list[Generation], int]:
+    """A run, and how many layers of the target it ran behind the prompts: rows of a batch share some of them."""
+    decode = mode.audited or mode.decode
+    if mode.variant is None:
+        return heed(decode(prompts, sampling)), 0
+    model, n_runs = mode.variant.model, 0
+
+    def counting(x, cache, positions, first, last):
+        nonlocal n_runs
+        n_runs += (last - first) * (cache is not None)
+        return GPT.run_layers(model, x, cache, positions, first, last)
+
+    model.run_layers = counting
+    try:
+        runs = heed(decode(prompts, sampling))
+    finally:
+        del model.run_layers
+    chunks = -(-(max(map(len, prompts)) - 1) // PREFILL_CHUNK)
+    return runs, max(n_runs - chunks * model.config.n_layer, 0)
 
 
 class Ceilings(NamedTuple):
@@ -168,35 +190,47 @@ def draft_bytes(drafter) -> int:
     return sum(draft_bytes(part) for part in parts if part is not None)
 
 
+class ExitCosts(NamedTuple):
+    """Seconds, for the rows of a batch together."""
+
+    layer: float  # for one new token of each row
+    wider: float  # what a parked token that rides along adds to a layer
+    head: float
+    asked: float  # an exit's confidence
+
+
 @functools.cache
 @torch.inference_mode()
-def exit_costs(model: GPT, batch: int, n_rounds: int = 12) -> tuple[float, float, float]:
-    """Seconds of a layer, of the final head and of asking an exit, for one new token of each of `batch` rows at position 63."""
-    at = min(63, model.config.block_size - 1)
-    cache, times = model.new_cache(batch, at + 1), ([], [], [])
-    ids, positions = pack([[0]] * batch, [at] * batch, model.device)
+def exit_costs(model: GPT, batch: int, n_rounds: int = 12) -> ExitCosts:
+    n_layer, at = model.config.n_layer, min(63, model.config.block_size - 4)
+    cache, times = model.new_cache(batch, at + 4), ([], [], [], [])
+
+    def run(width: int) -> torch.Tensor:
+        ids, positions = pack([[0] * width] * batch, [at] * batch, model.device)
+        return model.run_layers(model.embed(ids, positions), cache, positions, 0, n_layer)
+
+    x = run(1)[:, 0]
+    asks = functools.partial(model.exit_confidence, x, model.config.exit_layers[0])
     for _ in range(n_rounds):
-        marks = [time.perf_counter()]
-        x = model.run_layers(model.embed(ids, positions), cache, positions, 0, model.config.n_layer)[:, 0]
-        for act in (None, model.logits, lambda x: model.exit_confidence(x, model.config.exit_layers[0])):
-            if act:
-                act(x)
+        for kept, act in zip(times, (lambda: run(1), lambda: run(4), lambda: model.logits(x), asks)):
+            began = time.perf_counter()
+            act()
             if model.device.type == "cuda":
                 torch.cuda.synchronize()
-            marks.append(time.perf_counter())
-        for kept, began, ended in zip(times, marks, marks[1:]):
-            kept.append(ended - began)
-    layers, head, asked = map(statistics.median, times)
-    return layers / model.config.n_layer, head, asked
+            kept.append(time.perf_counter() - began)
+    one, four, head, asked = map(statistics.median, times)
+    return ExitCosts(one / n_layer, max(four - one, 0.0) / 3 / n_layer, head, asked)
 
 
-def predicted(mode: Mode, batch: list[Generation], plain: list[Generation]) -> tuple[float, dict[str, float]] | None:
+def predicted(mode: Mode, ours: Measured, base: Measured) -> tuple[float, dict[str, float]] | None:
     """Speed to plain by the cost model, and what it leaves out, as factors that were measured in the same run.
 
     Speculation: (1 - alpha^(k + 1)) / (1 - alpha) tokens a round of k drafts (Leviathan et al. 2023), over the time of its drafts
-    and its verification in plain passes. Early exit: layers run, exits asked and heads read, at what each costs alone.
+    and its verification in plain passes. Early exit: layers run and rows that rode along, exits asked and heads read, at what
+    each costs alone.
     "acceptance": acceptance that is no constant, tokens of a round by the model to those seen; "loop": all but drafts and passes.
     """
+    batch, plain = ours.runs, base.runs
     total = add_up(run.stats for run in batch)
     times, plain_times = (phase_seconds([run.stats for run in runs]) for runs in (batch, plain))
     passes, plain_passes = (t["draft"] + t["verify"] for t in (times, plain_times))
@@ -205,14 +239,17 @@ def predicted(mode: Mode, batch: list[Generation], plain: list[Generation]) -> t
     loop = (1 + plain_times["other"] / plain_passes) / (1 + times["other"] / passes)
     n_plain = sum(len(run.tokens) for run in plain)
     if mode.promise == "exits":
-        layer, head, asked = exit_costs(mode.variant.model, len(batch))
+        layer, wider, head, asked = exit_costs(mode.variant.model, len(batch))
         n_layer, exits = mode.variant.model.config.n_layer, mode.variant.model.config.exit_layers
         live = [e for e, threshold in zip(exits, mode.thresholds) if threshold <= 1]
         n_asked = sum(n * sum(e <= at for e in live) for at, n in total.exit_histogram.items())
         n_asked += (total.tokens - total.exited) * len(live)
         # a token that leaves reads the exit's rows twice: once for its confidence, once to be drawn
-        seconds = total.layer_passes * layer + (n_asked + total.exited) * asked + total.plain * head
-        return total.tokens * (n_layer * layer + head) / seconds, {"loop": loop}
+        seconds = (n_asked + total.exited) * asked + total.plain * head  # of all rows, who share them
+        n_runs = ours.n_layer_runs or total.layer_passes / len(batch)
+        n_wider = max(total.tokens * n_layer - n_runs * len(batch), 0)
+        seconds = n_runs * layer + (seconds + n_wider * wider) / len(batch)
+        return total.tokens / len(batch) * (n_layer * layer + head) / seconds, {"loop": loop}
     judged = total.accepted + total.corrected
     alpha = total.accepted / judged if judged else 0.0
     by_model = sum(n * sum(alpha**i for i in range(k + 1)) for k, n in enumerate(total.drafted_histogram))
@@ -239,7 +276,7 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     )
     n_equal = sum(x == y for run, plain in zip(runs, plain_runs) for x, y in zip(run.tokens, plain.tokens))
     n_longest = sum(max(len(run.tokens), len(plain.tokens)) for run, plain in zip(runs, plain_runs))
-    guesses = [guess for a, b in zip(ours, base) if (guess := predicted(mode, a.runs, b.runs))]
+    guesses = [guess for a, b in zip(ours, base) if (guess := predicted(mode, a, b))]
     row = {
         "mode": name, "batch": len(groups[0].prompts), "temperature": temperature,
         "drafter": None if mode.drafter is None else name.rpartition(" k=")[0] or name, "draft_len": mode.draft_len,

@@ -107,13 +107,13 @@ def test_ratios_are_paired_and_interleaved(model_folder, capsys, monkeypatch):
     assert [ratio for row in rows for ratio in (row["ratio_to_plain"], *row["ratio_quartiles"])] == [1.0] * 3 * n_modes
 
 
-def runs(**stats):
+def runs(n_layer_runs=0, **stats):
     out = Generation()
     for name, value in stats.items():
         setattr(out.stats, name, value)
     out.tokens = [0] * out.stats.tokens
     out.stats.seconds = out.stats.draft_seconds + out.stats.verify_seconds
-    return [out]
+    return measure.Measured([out], n_layer_runs, [], [])
 
 
 def test_the_cost_model_by_hand(monkeypatch):
@@ -126,14 +126,16 @@ def test_the_cost_model_by_hand(monkeypatch):
     ratio, terms = measure.predicted(mode, batch, plain)
     assert ratio == pytest.approx(1.875 / 1.5)
     assert terms == {"acceptance": pytest.approx(17 / 18.75), "loop": 1.0}
-    batch[0].stats.seconds += 5.0  # a third more than its passes
+    batch.runs[0].stats.seconds += 5.0  # a third more than its passes
     assert measure.predicted(mode, batch, plain)[1]["loop"] == pytest.approx(1 / (1 + 5 / 15))
     assert measure.predicted(mode, plain, plain)[0] == 1.0
-    monkeypatch.setattr(measure, "exit_costs", lambda model, batch: (1.0, 4.0, 0.5))
+    monkeypatch.setattr(measure, "exit_costs", lambda model, batch: measure.ExitCosts(1.0, 0.25, 4.0, 0.5))
     exits = measure.Mode(None, variant, promise="exits", thresholds=(0.9, 0.9, 2.0))
-    left = runs(rounds=10, exited=6, plain=4, layer_passes=24, verify_seconds=5.0, exit_histogram={1: 4, 2: 2})
+    left = runs(24, rounds=10, exited=6, plain=4, layer_passes=24, verify_seconds=5.0, exit_histogram={1: 4, 2: 2})
     # asked: 4 tokens one exit, 2 two, 4 two more in vain; each that left was drawn from an exit's head
-    assert measure.predicted(exits, left, plain)[0] == pytest.approx(10 * (4 + 4) / (24 + (16 + 6) * 0.5 + 4 * 4))
+    assert measure.predicted(exits, left, plain)[0] == pytest.approx(
+        10 * (4 + 4) / (24 + (10 * 4 - 24) * 0.25 + (16 + 6) * 0.5 + 4 * 4)
+    )
     assert measure.predicted(measure.Mode(None), plain, plain) is None
 
 
