@@ -42,7 +42,7 @@ from tokenizer import Inexpressible, Tokenizer, read_json, save_tokenizer
 BUNDLED = Path(__file__).resolve().parent / "checkpoints"
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 QUANTISED = {None: None, "int8": 8, "int4": 4}
-BLOCK = 2**18  # elements that are read at a time: they stay in the processor's cache while they are converted
+BLOCK = 2**16  # elements that are read at a time: small ones leave few holes in the heap between the weights that stay
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
