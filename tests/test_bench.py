@@ -384,6 +384,10 @@ def test_a_synthetic_drafter_is_right_as_often_as_asked_and_changes_nothing():
         assert [out.tokens for out in outs] == [out.tokens for out in generate(model, prompts, sampling)]
         judged = sum(out.stats.accepted + out.stats.corrected for out in outs)
         assert sum(out.stats.accepted for out in outs) / judged == pytest.approx(alpha, abs=0.15 * (0 < alpha < 1))
+        longer = SamplingParams(40, 0.5, seed=4)  # another text of the same prompts
+        drafter.tell(prompts, longer)
+        outs = speculative_generate(model, drafter, prompts, longer, 4, "coupled")
+        assert acceptance < 1 or all(out.stats.alpha == 1.0 and out.stats.drafted > 25 for out in outs)
 
 
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
