@@ -22,7 +22,7 @@ import quality
 from decode import Generation, SamplingParams, heed, near_tie, pack
 from metrics import add_up, percentiles, phase_seconds
 from model import GPT, Matrix
-from speculative import HeadDrafter, ModelDrafter
+from speculative import ExitDrafter, HeadDrafter, ModelDrafter
 from tokenizer import Tokenizer
 
 
@@ -139,18 +139,24 @@ class Work(NamedTuple):
     held: int
 
 
-def work_of(mode: Mode, batch: list[Generation], capacity: int) -> Work:
-    """Of prompts decoded together: a pass reads the weights once, whoever rides along, and the cache of each."""
+def work_of(mode: Mode, prompts: list[list[int]], batch: list[Generation]) -> Work:
+    """Of prompts decoded together: a pass reads the weights once, whoever rides along, and the cache of each. Too much where
+    several drafters take turns: nobody knows whose drafts they were, so each one is charged to all of them."""
     model, shape, rows = mode.variant.model, mode.variant.model.config, [run.stats for run in batch]
     layer, head = matrix_bytes(model.blocks) / shape.n_layer, kernels.n_bytes(model.output_weight)
     position = 2 * shape.n_kv_head * shape.head_dim * model.dtype.itemsize  # keys and values, of a layer
     longest = max(rows, key=lambda stats: stats.layer_passes)
     read = longest.layer_passes * layer + longest.target_passes * head + longest.drafted * draft_bytes(mode.drafter)
-    read += sum(stats.layer_passes * position * (capacity - stats.tokens / 2) for stats in rows)
+    read += sum(s.layer_passes * position * (len(ids) + s.tokens / 2) for ids, s in zip(prompts, rows))
     weights = sum(math.prod(part.shape) for part in model.blocks.modules() if isinstance(part, Matrix))
     weights += math.prod(model.output_weight.shape)
     flops = 2 * weights * sum(stats.rounds + stats.drafted for stats in rows)
-    held = model.weight_bytes() + draft_bytes(mode.drafter) + len(batch) * capacity * position * shape.n_layer
+    longest_text = max(len(ids) + len(run.tokens) for ids, run in zip(prompts, batch))
+    held = (
+        model.weight_bytes()
+        + draft_bytes(mode.drafter, own=True)
+        + len(batch) * longest_text * position * shape.n_layer
+    )
     return Work(read, flops, int(held))
 
 
@@ -158,14 +164,16 @@ def matrix_bytes(module: torch.nn.Module) -> int:
     return sum(kernels.n_bytes(part.weight) for part in module.modules() if isinstance(part, Matrix))
 
 
-def draft_bytes(drafter) -> int:
-    """Weights that a draft reads, beside the target's own layers."""
+def draft_bytes(drafter, own: bool = False) -> int:
+    """Weights that a draft reads, beside the target's own layers; own: those that the target does not hold."""
+    if isinstance(drafter, ExitDrafter):
+        return 0 if own else kernels.n_bytes(drafter.model._exit_output[0])
     if isinstance(drafter, ModelDrafter):
         return drafter.model.weight_bytes()
     if isinstance(drafter, HeadDrafter):
         return matrix_bytes(drafter.head) + kernels.n_bytes(drafter.head.output)
     parts = [*getattr(drafter, "drafters", ()), getattr(drafter, "drafter", None)]
-    return sum(draft_bytes(part) for part in parts if part is not None)
+    return sum(draft_bytes(part, own) for part in parts if part is not None)
 
 
 @functools.cache
@@ -259,10 +267,7 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     }  # fmt: skip
     if mode.variant is None:
         return row
-    works = [
-        work_of(mode, found.runs, max(map(len, group.prompts)) + config.max_new_tokens)
-        for found, group in zip(ours, groups)
-    ]
+    works = [work_of(mode, group.prompts, found.runs) for found, group in zip(ours, groups)]
     read, flops = (sum(getattr(w, part) for w in works) / n_tokens for part in ("read", "flops"))
     phases = [phase_seconds([run.stats for run in found.runs]) for found in ours]
     spent = {part: sum(p[part] for p in phases) for part in ("draft", "verify", "other")}

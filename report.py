@@ -46,7 +46,7 @@ COLUMNS = (
     ("time_shares", "draft, verify, other %", ".0f", 100, "where the time goes"),
     ("bandwidth_share", "memory %", ".0f", 100, "of the memory speed measured on this machine"),
     ("compute_share", "compute %", ".0f", 100, "of the arithmetic speed measured on this machine"),
-    ("peak_bytes", "peak, MB", ".0f", 1e-6, "most memory in use"),
+    ("peak_bytes", "peak, MB", ".0f", 1e-6, "weights, keys and values held, counted from their shapes"),
 )  # fmt: skip
 
 # Measure of quality: key, factor, what the axis says, values that it always shows, whether less is better

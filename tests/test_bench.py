@@ -18,7 +18,7 @@ import quality
 import synthetic
 from checkpoint import Tokenizer
 from decode import Generation, SamplingParams, generate
-from speculative import ModelDrafter, NGramDrafter, speculative_generate
+from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_generate
 
 ONE = ["--batch", "1", "--temperature", "0"]
 
@@ -152,17 +152,24 @@ def test_the_work_of_a_run_by_hand():
     cache = sum(
         2 * 2 * 4 * 4 * 4 * (13 - 5) for _ in range(10)
     )  # keys, values; 2 heads of 4, float32, 4 layers, mean length
-    plain = measure.work_of(measure.Mode(None, variant), generate(model, prompts[:1], sampling), 13)
+    plain = measure.work_of(measure.Mode(None, variant), prompts[:1], generate(model, prompts[:1], sampling))
     assert plain.read == 10 * 4 * (blocks + head) + cache and plain.flops == 2 * (blocks + head) * 10
     assert plain.held == model.weight_bytes() + 13 * 2 * 2 * 4 * 4 * 4
-    both = measure.work_of(measure.Mode(None, variant), generate(model, prompts, sampling), 13)
+    both = measure.work_of(measure.Mode(None, variant), prompts, generate(model, prompts, sampling))
     assert both.read == plain.read + cache and both.flops == 2 * plain.flops  # the weights are read for both at once
     drafter = ModelDrafter(small)
     batch = speculative_generate(model, drafter, prompts[:1], sampling, 3)
-    drafted = measure.work_of(measure.Mode(None, variant, drafter=drafter), batch, 13)
+    drafted = measure.work_of(measure.Mode(None, variant, drafter=drafter), prompts[:1], batch)
     stats = batch[0].stats
     assert drafted.flops == 2 * (blocks + head) * (stats.rounds + stats.drafted)
     assert drafted.read - stats.rounds / 10 * plain.read == pytest.approx(stats.drafted * small.weight_bytes())
+    [short] = generate(model, [[1] * 60], SamplingParams(10, 0.0))  # ends with the context
+    assert measure.work_of(measure.Mode(None, variant), [[1] * 60], [short]).held == model.weight_bytes() + 64 * 256
+    drafter = ExitDrafter(model, 1)  # reads its layer, and then the outputs of the exit
+    batch = speculative_generate(model, drafter, prompts[:1], sampling, 3)
+    drafted, stats = measure.work_of(measure.Mode(None, variant, drafter=drafter), prompts[:1], batch), batch[0].stats
+    weights = stats.layer_passes * blocks + (stats.rounds * 4 + stats.drafted * 4) * head
+    assert drafted.read == pytest.approx(weights + stats.layer_passes * 64 * 8) and drafted.held == plain.held
 
 
 def test_ctrl_c_keeps_what_is_complete(model_folder, capsys, monkeypatch, tmp_path):
