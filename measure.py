@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 import kernels
@@ -235,26 +236,28 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     mode, first = modes[name], next(iter(modes))
     ours, base = [found[name] for found in done], [found[first] for found in done]
     plains = [found[mode.plain if mode.plain in modes else first] for found in done]
-    ratios = sorted(theirs / own for a, b in zip(ours, base) for own, theirs in zip(a.seconds, b.seconds))
+    ratios = [theirs / own for a, b in zip(ours, base) for own, theirs in zip(a.seconds, b.seconds)]
     runs, plain_runs = ([run for found in part for run in found.runs] for part in (ours, plains))
     prompts = [prompt for group in groups for prompt in group.prompts]
     total, n_tokens = add_up(run.stats for run in runs), sum(len(run.tokens) for run in runs)
     seconds = statistics.median(x for found in ours for x in found.seconds)
-    timed = [run.stats for found in ours for batch in found.timed for run in batch]
-    firsts, between = (
-        [s.first_token_seconds for s in timed],
-        percentiles([t for s in timed for t in s.token_seconds[1:]]),
-    )
+    batches = [
+        batch for found in ours for batch in found.timed
+    ]  # all times are of these, which warm up and audit nothing
+    timed = [run.stats for batch in batches for run in batch]
+    firsts = [s.first_token_seconds for s in timed if s.first_token_seconds is not None]
+    between = percentiles([t for s in timed for t in s.token_seconds[1:]])
     n_equal = sum(x == y for run, plain in zip(runs, plain_runs) for x, y in zip(run.tokens, plain.tokens))
     n_longest = sum(max(len(run.tokens), len(plain.tokens)) for run, plain in zip(runs, plain_runs))
-    guesses = [guess for a, b in zip(ours, base) if (guess := predicted(mode, a.runs, b.runs))]
+    beside = [batch for found in base for batch in found.timed]
+    guesses = [guess for pair in zip(batches, beside) if (guess := predicted(mode, *pair))]
     row = {
         "mode": name, "batch": len(groups[0].prompts), "temperature": temperature,
         "drafter": None if mode.drafter is None else name.rpartition(" k=")[0] or name, "draft_len": mode.draft_len,
         "tokens_per_second": 1 / seconds,
         "ratio_to_plain": statistics.median(ratios),
-        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[len(ratios) * 3 // 4]],
-        "first_token_seconds": statistics.median([x for x in firsts if x is not None] or [math.nan]),
+        "ratio_quartiles": np.percentile(ratios, [25, 75]).tolist(),
+        "first_token_seconds": statistics.median(firsts) if firsts else None,
         "token_seconds_p50": between and between["p50"], "token_seconds_p95": between and between["p95"],
         "equal": n_equal / n_longest,
         "texts_equal": sum(run.tokens == plain.tokens for run, plain in zip(runs, plain_runs)), "texts": len(runs),
@@ -269,9 +272,9 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
         return row
     works = [work_of(mode, group.prompts, found.runs) for found, group in zip(ours, groups)]
     read, flops = (sum(getattr(w, part) for w in works) / n_tokens for part in ("read", "flops"))
-    phases = [phase_seconds([run.stats for run in found.runs]) for found in ours]
+    phases = [phase_seconds([run.stats for run in batch]) for batch in batches]
     spent = {part: sum(p[part] for p in phases) for part in ("draft", "verify", "other")}
-    n_rounds = sum(max(run.stats.rounds for run in found.runs) for found in ours)
+    n_rounds = sum(max(run.stats.rounds for run in batch) for batch in batches)
     starts = [0.0, *itertools.accumulate(spent.values())]
     row |= {
         "predicted_ratio": statistics.median(ratio for ratio, _ in guesses) if guesses else None,

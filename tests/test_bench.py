@@ -137,6 +137,26 @@ def test_the_cost_model_by_hand(monkeypatch):
     assert measure.predicted(measure.Mode(None), plain, plain) is None
 
 
+def test_times_are_of_the_timed_runs_and_quartiles_of_few_lie_around_their_median():
+    """The run before them is cold, or audited: an hour in it changes no figure."""
+    variant, group = measure.Variant("", tiny_model(), None, None), measure.Group(0, [[1, 2, 3]], [None])
+    modes = {"plain": measure.Mode(None, variant), "drafts k=1": measure.Mode(None, variant, draft_len=1)}
+    counts = {"rounds": 10, "drafted_histogram": [10], "target_passes": 10, "layer_passes": 40, "plain": 10}
+
+    def made(draft, hours, seconds):
+        timed = [runs(draft_seconds=draft, verify_seconds=10.0, **counts) for _ in seconds]
+        return measure.Measured(runs(draft_seconds=3600.0 * hours, verify_seconds=10.0, **counts), seconds, timed)
+
+    for hours in (0, 1):
+        done = [{"plain": made(0.0, 0, [8.0] * 4), "drafts k=1": made(5.0, hours, [1.0, 8.0, 4.0, 2.0])}]
+        roof = measure.Ceilings(1.0, 1.0)
+        row = measure.summary(None, "drafts k=1", modes, done, [group], 0.0, roof, None)
+        assert row["predicted_ratio"] == pytest.approx(10 / 15) and row["time_shares"]["draft"] == pytest.approx(1 / 3)
+        assert [part["seconds"] for part in row["timeline"]] == pytest.approx([0.5, 1.0])
+        assert (row["ratio_to_plain"], row["ratio_quartiles"]) == (3.0, [1.75, 5.0])
+        assert row["first_token_seconds"] is None and "NaN" not in json.dumps(row)
+
+
 def test_the_work_of_a_run_by_hand():
     """Bytes that plain decoding reads are its weights once a token, and its cache; drafts add what they read."""
     model, small = (
