@@ -82,7 +82,9 @@ class BenchConfig:
     prompts: str = flag("", "a JSON list of texts and {user: message}, or FILE:KEY or FILE:KEY,KEY; items with a check are "
                         "graded; the bundled model's own when empty")  # fmt: skip
     max_prompts: int = flag(0, "evenly spaced prompts of the list; fewer take less time; 0 is all")
-    only: tuple[str, ...] = flag((), "only modes whose name holds one of these, and the first (all)", parse=listed(str))
+    only: tuple[str, ...] = flag(
+        (), "only modes whose name holds one of these, and their plain ones (all)", parse=listed(str)
+    )
     batch: tuple[int, ...] = flag(
         (1, 4), "prompts decoded together: more tokens/s in all, fewer for each", parse=listed(int)
     )
@@ -340,13 +342,15 @@ def speed(config: BenchConfig) -> dict:
 
 
 def wanted(config: BenchConfig, parts: list[dict[str, Mode]]) -> dict[str, Mode]:
-    """Those that --only names, and the first, which all are compared with."""
+    """Those that --only names, their plain modes, and the first, which all are compared with."""
     modes = {name: mode for part in parts for name, mode in part.items()}
     first, only = next(iter(modes)), config.only or ("",)
     strange = [part for part in only if not any(part in name for name in modes)]
     if strange and not config.peers:
         raise ValueError(f"--only holds {strange[0]!r}: no mode of {', '.join(modes)} has that in its name")
-    return {name: mode for name, mode in modes.items() if name == first or any(part in name for part in only)}
+    named = {name: mode for name, mode in modes.items() if any(part in name for part in only)}
+    needed = {first, *(mode.plain for mode in named.values())}  # plain's text is what gates compare with
+    return {name: mode for name, mode in modes.items() if name in named or name in needed}
 
 
 def other_engines(config: BenchConfig, variant: Variant) -> dict[str, peers.Peer]:
@@ -471,61 +475,54 @@ def stack(config: StackConfig) -> dict:
             small.model, ChainDrafter(*parts), prompts, sampling, "auto"
         )
 
-    # what a step removes, and why it cannot remove more
+    baseline, quantised = "float32, eager, cache by concatenation", f"+ {config.quantize}"
+    # how, on which weights, whose text it must have, and what limits it
     steps = {
-        "float32, eager, cache by concatenation": (functools.partial(eager, plain_loop), full, "the baseline"),
-        "+ this engine": (functools.partial(generate, full.model), full,
+        baseline: (functools.partial(eager, plain_loop), None, None, "the baseline"),
+        "+ this engine": (functools.partial(generate, full.model), full, baseline,
                           "joined matrices, a cache written in place; the weights' bytes stay"),
-        "+ bfloat16": (functools.partial(generate, half.model), half, "half the bytes: at most 2x, less where operators cost"),
-        f"+ {config.quantize}": (functools.partial(generate, small.model), small,
-                                 "fewer bytes; more work to read them, and operators cost as before"),
-        "+ speculation": (drafting(*drafters), small, "tokens a pass, over drafts and wider passes"),
+        "+ bfloat16": (functools.partial(generate, half.model), half, None,
+                       "half the bytes: at most 2x, less where operators cost"),
+        quantised: (functools.partial(generate, small.model), small, None,
+                    "fewer bytes; more work to read them, and operators cost as before"),
+        "+ speculation": (drafting(*drafters), small, quantised, "tokens a pass, over drafts and wider passes"),
     }  # fmt: skip
     if exits:
-        steps["+ early-exit drafts"] = (drafting(*drafters, ExitDrafter(small.model, exits)), small,
+        steps["+ early-exit drafts"] = (drafting(*drafters, ExitDrafter(small.model, exits)), small, quantised,
                                         "spends the same redundancy as the drafters before it: lossless, seldom chosen")  # fmt: skip
-    modes, small_plain = {}, f"+ {config.quantize}"
-    for name, (decode, variant, _) in steps.items():
-        # the loop of this engine has the text of the one before it, drafts that of what they draft for
-        kept = (
-            next(iter(steps))
-            if name == "+ this engine"
-            else small_plain
-            if "speculation" in name or "drafts" in name
-            else None
-        )
-        modes[name] = Mode(decode, variant if modes else None, kept or name, "text" if kept else None)
+    modes = {
+        name: Mode(decode, variant, whose or name, "text" if whose else None)
+        for name, (decode, variant, whose, _) in steps.items()
+    }
     if exits:
         lossy = dataclasses.replace(config, exit_threshold=config.exit_threshold or (0.9,))
         found = {name: mode for name, mode in modes_of(lossy, small, 0.0).items() if mode.promise == "exits"}
-        modes |= {
-            f"instead: {config.quantize}, {name}": mode._replace(plain=f"+ {config.quantize}")
-            for name, mode in found.items()
-        }
+        modes |= {f"instead: {config.quantize}, {name}": mode._replace(plain=quantised) for name, mode in found.items()}
     roof = ceilings(full.model.device, torch.float32)
     groups = groups_of(config, items, prompts, 1)
     with tqdm(total=len(modes) * len(groups) * (1 + config.repeats), desc="stack", dynamic_ncols=True) as bar:
         done, interrupted = measure(config, modes, groups, 0.0, bar)
     if not done:
         raise KeyboardInterrupt
-    rows, before = [], 1.0
+    rows, totals, before = [], {}, None
     for name in modes:
         row = summary(config, name, modes, done, groups[: len(done)], 0.0, roof, None)
-        why = steps[name][2] if name in steps else "changes the text"
-        factor = row["ratio_to_plain"] / before
+        why = steps[name][3] if name in steps else "changes the text"
+        kept = modes[name].plain if name.startswith("instead") else before  # what it was put on top of
+        factor = row["ratio_to_plain"] / totals.get(kept, 1.0)
         rows.append({"mode": name, "tokens_per_second": row["tokens_per_second"], "factor": factor,
-                     "total": row["ratio_to_plain"], "quartiles": row["ratio_quartiles"], "gate": row["gate"], "why": why})  # fmt: skip
-        before = row["ratio_to_plain"] if name.startswith("+") else before
+                     "total": row["ratio_to_plain"], "quartiles": row["ratio_quartiles"], "kl": row["kl"], "gate": row["gate"], "why": why})  # fmt: skip
+        totals[name], before = row["ratio_to_plain"], name
     return {"stack": rows, "ceilings": roof._asdict(), "interrupted": interrupted}
 
 
 def stack_table(rows: list[dict]) -> str:
     width = max(len(row["mode"]) for row in rows) + 2
-    lines = [f"{'':{width}}tokens/s   factor    total    quartiles  what limits it"]
+    lines = [f"{'':{width}}tokens/s   factor    total    quartiles      KL  what limits it"]
     for row in rows:
         quartiles = "-".join(f"{x:.2f}" for x in row["quartiles"])
         lines.append(f"{row['mode']:{width}}{row['tokens_per_second']:8.1f}{row['factor']:8.2f}x{row['total']:8.2f}x"
-                     f"{quartiles:>13}  {row['why']}")  # fmt: skip
+                     f"{quartiles:>13}{'-' if row['kl'] is None else format(row['kl'], '.4f'):>8}  {row['why']}")  # fmt: skip
     return "\n".join(lines)
 
 

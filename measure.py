@@ -276,6 +276,14 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     spent = {part: sum(p[part] for p in phases) for part in ("draft", "verify", "other")}
     n_rounds = sum(max(run.stats.rounds for run in batch) for batch in batches)
     starts = [0.0, *itertools.accumulate(spent.values())]
+    texts = list(zip(prompts, plain_runs, runs))
+    reference = next(mode.variant.model for mode in modes.values() if mode.variant)
+    again = [
+        text
+        for group, a, b in zip(groups, ours, plains)
+        for batch in a.timed
+        for text in zip(group.prompts, b.runs, batch)
+    ]
     row |= {
         "predicted_ratio": statistics.median(ratio for ratio, _ in guesses) if guesses else None,
         "prediction_terms": {key: statistics.median(t[key] for _, t in guesses) for _, terms in guesses[:1] for key in terms},
@@ -287,8 +295,8 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
         "time_shares": {part: x / sum(spent.values()) for part, x in spent.items()},
         "timeline": [{"what": part, "start": start / n_rounds, "seconds": x / n_rounds}
                      for (part, x), start in zip(spent.items(), starts) if x],
-        "gate": gate(config, mode, list(zip(prompts, plain_runs, runs)), temperature),
-    } | distance(mode, list(zip(prompts, plain_runs, runs)), temperature)  # fmt: skip
+        "gate": gate(config, mode, texts if mode.promise != "text" else texts + again, temperature),
+    } | distance(mode, texts, temperature, reference)  # fmt: skip
     return row
 
 
@@ -311,6 +319,8 @@ def gate(config, mode: Mode, texts: list, temperature: float) -> dict | None:
         return None
     model = mode.variant.model
     if mode.promise == "exits":
+        if temperature == 0:  # the same prompt again is no other sequence
+            texts = {tuple(prompt): (prompt, plain, run) for prompt, plain, run in texts}.values()
         bound = config.max_disagreement if mode.risk is None else mode.risk
         return quality.disagreement_gate([run.stats for *_, run in texts], bound, config.max_nats)
     if mode.promise == "law":
@@ -322,17 +332,20 @@ def gate(config, mode: Mode, texts: list, temperature: float) -> dict | None:
     return quality.identity_gate([(prompt, plain.tokens, run.tokens) for prompt, plain, run in texts], exact, gap)
 
 
-def distance(mode: Mode, texts: list, temperature: float) -> dict:
-    """kl: of the law that drew each token from the full model's there. nll_difference: by how much less likely the full model
-    finds the mode's tokens than what it would have drawn itself: 0 where nothing but the full model draws."""
-    if mode.promise != "exits":
-        return {"kl": 0.0, "nll_difference": 0.0}
-    sampling, n_tokens = SamplingParams(temperature=temperature), sum(len(run.tokens) for *_, run in texts)
+def distance(mode: Mode, texts: list, temperature: float, reference: GPT) -> dict:
+    """kl: of the law that drew each token from the reference's there, the first variant's full model. nll_difference: by how
+    much less likely the variant's own full model finds the mode's tokens than what it would have drawn itself: 0 where nothing
+    else draws. What promises the text or the law of another variant's plain is as far away as that: None."""
+    model, n_tokens = mode.variant.model, sum(len(run.tokens) for *_, run in texts)
+    nats = sum(run.stats.audit_nats for *_, run in texts) / n_tokens
+    if mode.promise in ("text", "law") or (mode.promise is None and model is reference):
+        return {"kl": 0.0 if model is reference else None, "nll_difference": nats}
+    sampling = SamplingParams(temperature=temperature)
     kl = sum(
-        quality.text_figures(mode.variant.model, prompt, run, sampling)["kl"] * len(run.tokens)
+        quality.text_figures(model, prompt, run, sampling, reference)["kl"] * len(run.tokens)
         for prompt, _, run in texts
     )
-    return {"kl": kl / n_tokens, "nll_difference": sum(run.stats.audit_nats for *_, run in texts) / n_tokens}
+    return {"kl": kl / n_tokens, "nll_difference": nats}
 
 
 COLUMNS = (  # heading, width, how a row shows it

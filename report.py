@@ -37,7 +37,7 @@ COLUMNS = (
     ("exited", "exited %", ".1f", 100, "share of tokens that came from an early exit"),
     ("equal", "equal %", ".1f", 100, "share of tokens equal to plain's, position by position"),
     ("agreement", "agreement %", ".1f", 100, "share of tokens that the full model would have emitted too, by audit"),
-    ("kl", "KL, nats", ".4f", 1, "per token, from the law that it was drawn from to the full model's"),
+    ("kl", "KL, nats", ".4f", 1, "per token, from the law that it was drawn from to that of the first full model"),
     ("nll_difference", "NLL, nats", "+.4f", 1, "negative log-likelihood per token under the full model, less plain's"),
     ("pass_rate", "pass rate", "", 1, "tasks passed, and the difference to plain with its interval"),
     ("first_token_seconds", "first, ms", ".1f", 1e3, "time to the first token"),

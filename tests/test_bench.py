@@ -80,6 +80,29 @@ def test_a_lossless_mode_that_changes_the_text_fails_whatever_its_speed(model_fo
     assert call(model_folder, capsys, *ONE, "--only", "speculative k=4")[0] == 0  # a near-tie
 
 
+def test_every_timed_text_is_held_to_plains_too(model_folder, capsys, monkeypatch):
+    """What goes wrong from the second call on, or beside other modes alone, was fast and wrong."""
+    honest, n_calls = bench.speculative_generate, itertools.count()
+
+    def leaking(*how):
+        outs = honest(*how)
+        outs[0].tokens[5] ^= next(n_calls) == 2
+        return outs
+
+    monkeypatch.setattr(bench, "speculative_generate", leaking)
+    monkeypatch.setattr(measure, "near_tie", lambda model, ids: (1.0, 1e-3))
+    status, out, _ = call(model_folder, capsys, *ONE, "--only", "speculative k=4")
+    assert status == 1 and result_of(out)["rows"][1]["gate"]["why"].startswith("1 of 6 texts")
+
+
+def test_a_prompt_that_comes_again_is_no_other_sequence():
+    """Two greedy texts, ten times each, are two sequences: too few for a bootstrap to promise anything."""
+    config, mode = bench.BenchConfig(), measure.Mode(None, measure.Variant("", None, None, None), promise="exits")
+    texts = [([i % 2], None, *runs(rounds=10, plain=10)) for i in range(20)]
+    assert measure.gate(config, mode, texts, 0.0)["verdict"] == "unsure"
+    assert measure.gate(config, mode, texts, 1.0)["verdict"] == "passed"  # each with a seed of its own
+
+
 def test_each_promise_has_its_gate(model_folder, capsys):
     """Coupled is held to the text, rejection to the law, exits to their audit; batches keep the noise of each prompt."""
     flags = ["--batch", "1,2", "--only", "speculative k=4,early"]
@@ -304,6 +327,14 @@ def test_variants_are_compared_with_the_first_and_keep_their_own_text(model_fold
     assert rows["float32 plain"]["ratio_to_plain"] == 1.0 != rows["int8 plain"]["ratio_to_plain"]
     assert all(rows[name]["equal"] == 1.0 for name in expected[:3])
     assert rows["int8 plain"]["peak_bytes"] < rows["float32 plain"]["peak_bytes"]
+    assert rows["float32 plain"]["kl"] == 0.0 < rows["int8 plain"]["kl"] < 0.2  # faster, but not the same law
+    assert rows["int8 speculative k=4"]["kl"] is None
+    _, out, _ = call(model_folder, capsys, *ONE, "--variants", "float32,int8", "--only", "int8 speculative k=4")
+    again = {
+        row["mode"]: row for row in result_of(out)["rows"]
+    }  # held to int8's text, though nobody asked for its speed
+    assert list(again) == ["float32 plain", "int8 plain", "int8 speculative k=4"]
+    assert again["int8 speculative k=4"]["gate"] == rows["int8 speculative k=4"]["gate"]
 
 
 def test_quality_of_a_variant_is_perplexity_and_agreement_with_the_first(model_folder, capsys):
@@ -364,6 +395,8 @@ def test_the_stack_adds_one_thing_a_row_and_holds_it_to_its_text(model_folder, c
     assert rows[0]["total"] == 1.0 and rows[1]["gate"]["verdict"] == rows[4]["gate"]["verdict"] == "passed"
     assert math.prod(row["factor"] for row in rows[:-1]) == pytest.approx(rows[-2]["total"])
     assert all(row["why"] in out for row in rows)
+    assert rows[-1]["factor"] == pytest.approx(rows[-1]["total"] / rows[3]["total"])  # it stands on int8, not on drafts
+    assert rows[1]["kl"] == 0.0 < rows[3]["kl"]  # what quantisation bought its speed with
     honest = bench.eager
 
     def wrong(*how):
