@@ -172,16 +172,21 @@ def load_variant(config: BenchConfig, name: str, label: str) -> Variant:
     quantize = name if name in QUANTISED else None
     dtype = "bfloat16" if quantize else name
     if config.model.startswith(RANDOM):
-        model = synthetic.random_model(config.model.removeprefix(RANDOM), config.device, dtype, quantize)
-        return Variant(label, model.pack(), None, load_drafter(config, name, model, None))
-    model, tokenizer = load_checkpoint(config.model, config.device, dtype, quantize)
-    if tokenizer is None:
-        raise ValueError(f"--model {config.model}: it has no tokenizer to read text with")
+        model, tokenizer = (
+            synthetic.random_model(config.model.removeprefix(RANDOM), config.device, dtype, quantize),
+            None,
+        )
+    else:
+        model, tokenizer = load_checkpoint(config.model, config.device, dtype, quantize)
+        if tokenizer is None:
+            raise ValueError(f"--model {config.model}: it has no tokenizer to read text with")
     heads = None if model.config.exit_layers else bundled_heads(model, EXIT_HEADS)
     if heads:
         load_heads(model, find_heads(heads))
     if not set(config.exit_layer) <= set(model.config.exit_layers):
         raise ValueError(f"--exit-layer is {config.exit_layer}: the exits are {model.config.exit_layers}")
+    if config.exit_threshold and not model.config.exit_layers:
+        raise ValueError(f"--exit-threshold is {config.exit_threshold}: this model has no exits")
     return Variant(label, model.pack(), tokenizer, load_drafter(config, name, model, tokenizer))
 
 
@@ -255,8 +260,10 @@ def modes_of(config: BenchConfig, variant: Variant, temperature: float) -> dict[
 
 
 def perplexities(config: BenchConfig) -> list[dict]:
-    """Of each variant: memory of its weights, and on text that no model here was trained on (the language reference that comes
+    """Of each variant: memory of its weights, and on text that the bundled models never saw (the language reference that comes
     with Python, 16 windows of 256 tokens) perplexity, and agreement and KL with the first variant."""
+    if config.model.startswith(RANDOM):
+        raise ValueError(f"--model {config.model}: random weights read no text")
     rows, reference = [], None
     for name in config.variants:
         model, tokenizer, _ = load_variant(dataclasses.replace(config, draft="none"), name, "")[1:]
@@ -323,7 +330,7 @@ def speed(config: BenchConfig) -> dict:
         roof = ceilings(model.device, model.dtype)
         for (batch, temperature), ours in modes.items():
             if temperature == 0:
-                ours |= {name: Mode(peer.decode) for name, peer in others.items() if able(name, peer, groups[batch][0])}
+                ours |= {name: Mode(peer.decode) for name, peer in others.items() if able(config, peer, groups[batch])}
         n_runs = sum(len(part) * len(groups[batch]) for (batch, _), part in modes.items()) * (1 + config.repeats)
         with tqdm(total=n_runs, desc="bench", dynamic_ncols=True) as bar:
             for (batch, temperature), part in modes.items():
@@ -333,6 +340,8 @@ def speed(config: BenchConfig) -> dict:
                     rows.append(summary(config, name, part, done, seen, temperature, roof, tokenizer and answer))
                 if interrupted:
                     break
+    except KeyboardInterrupt:  # while engines start, or quality is judged
+        interrupted = True
     finally:
         for peer in others.values():
             peer.close()
@@ -365,12 +374,14 @@ def other_engines(config: BenchConfig, variant: Variant) -> dict[str, peers.Peer
         device=variant.model.device.type,
     )  # fmt: skip
     print(*missing, sep="\n", end="\n" * bool(missing), file=sys.stderr)
-    return {name: peer for name, peer in found.items() if any(part in name for part in (*config.only, *config.peers))}
+    return found
 
 
-def able(name: str, peer: peers.Peer, group: Group) -> bool:
+def able(config: BenchConfig, peer: peers.Peer, groups: list[Group]) -> bool:
+    """Whether it can decode the longest of them: better known now than in the middle."""
+    longest = max((group.prompts for group in groups), key=lambda prompts: max(map(len, prompts)))
     try:
-        peer.decode(group.prompts, SamplingParams(2, 0.0))
+        peer.decode(longest, SamplingParams(config.max_new_tokens, 0.0))
         return True
     except ValueError as error:
         print(f"{error}: left out", file=sys.stderr)
@@ -467,6 +478,11 @@ def stack(config: StackConfig) -> dict:
     plain_loop, _ = load_checkpoint(config.model, config.device, "float32")
     full, half, small = (load_variant(config, name, "") for name in ("float32", "bfloat16", config.quantize))
     items, prompts = read_items(config, full)
+    longest, context = max(map(len, prompts)), full.model.config.block_size
+    if longest + config.max_new_tokens > context:
+        raise ValueError(
+            f"--max-new-tokens is {config.max_new_tokens}: with prompts of {longest} it must fit a context of {context}"
+        )
     exits = small.model.config.exit_layers
     drafters = [NGramDrafter(), *([small.drafter] if small.drafter else [])]
 
@@ -502,17 +518,21 @@ def stack(config: StackConfig) -> dict:
     groups = groups_of(config, items, prompts, 1)
     with tqdm(total=len(modes) * len(groups) * (1 + config.repeats), desc="stack", dynamic_ncols=True) as bar:
         done, interrupted = measure(config, modes, groups, 0.0, bar)
-    if not done:
-        raise KeyboardInterrupt
     rows, totals, before = [], {}, None
-    for name in modes:
-        row = summary(config, name, modes, done, groups[: len(done)], 0.0, roof, None)
+    for name in modes if done else ():
+        try:
+            row = summary(config, name, modes, done, groups[: len(done)], 0.0, roof, None)
+        except KeyboardInterrupt:
+            interrupted = True
+            break
         why = steps[name][3] if name in steps else "changes the text"
         kept = modes[name].plain if name.startswith("instead") else before  # what it was put on top of
         factor = row["ratio_to_plain"] / totals.get(kept, 1.0)
         rows.append({"mode": name, "tokens_per_second": row["tokens_per_second"], "factor": factor,
                      "total": row["ratio_to_plain"], "quartiles": row["ratio_quartiles"], "kl": row["kl"], "gate": row["gate"], "why": why})  # fmt: skip
         totals[name], before = row["ratio_to_plain"], name
+    if not rows:
+        raise KeyboardInterrupt
     return {"stack": rows, "ceilings": roof._asdict(), "interrupted": interrupted}
 
 
@@ -606,7 +626,7 @@ class PeersConfig(BenchConfig):
 
 @dataclasses.dataclass
 class QualityConfig(BenchConfig):
-    """Perplexity, agreement and KL of variants of the weights, on text that no model here was trained on."""
+    """Perplexity, agreement and KL of variants of the weights, on text that the bundled models never saw."""
 
 
 SUBCOMMANDS = {

@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -73,7 +74,8 @@ def token_seconds(runs: list[Generation]) -> float:
 
 
 def measure(config, modes: dict[str, Mode], groups: list[Group], temperature: float, bar):
-    """{mode: what it did, by group}, and whether Ctrl-C ended it: then with the groups that were complete.
+    """{mode: what it did}, by group, and whether Ctrl-C, or the end of another engine's process, cut it short: then with the
+    groups that were complete.
 
     1. one run of each mode on each group, not timed: warm-up, tokens, acceptance, layers
     2. `repeats` timed runs of each, interleaved, each time beginning with another mode
@@ -96,6 +98,9 @@ def measure(config, modes: dict[str, Mode], groups: list[Group], temperature: fl
                     bar.update()
             done.append(found)
     except KeyboardInterrupt:
+        return done, True
+    except OSError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
         return done, True
     return done, False
 

@@ -236,6 +236,37 @@ def test_ctrl_c_keeps_what_is_complete(model_folder, capsys, monkeypatch, tmp_pa
     assert (status, out) == (130, "") and not (tmp_path / "result.json").exists()  # nothing was complete
 
 
+@pytest.mark.parametrize("command", [[], ["stack"]], ids=["speed", "stack"])
+def test_ctrl_c_while_quality_is_judged_keeps_the_rows_before(model_folder, capsys, monkeypatch, command):
+    calls, honest = itertools.count(), bench.summary
+
+    def interrupted(*what):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return honest(*what)
+
+    monkeypatch.setattr(bench, "summary", interrupted)
+    status, out, _ = call(model_folder, capsys, *ONE, command=command)
+    result = result_of(out)
+    assert status == 130 and result["interrupted"] and len(result.get("rows") or result["stack"]) == 2
+
+
+def test_a_peer_that_dies_takes_nothing_along(model_folder, capsys, monkeypatch):
+    """Its process ends in the middle of the second prompt: the first is kept, and one line says why it ended there."""
+    peer, calls, honest = FakePeer(), itertools.count(), FakePeer.decode
+
+    def dying(prompts, sampling):
+        if next(calls) == 4:  # one to try, two runs of each prompt
+            raise OSError("floor 1.0: its process ended")
+        return honest(peer, prompts, sampling)
+
+    monkeypatch.setattr(peer, "decode", dying)
+    monkeypatch.setattr(peers, "start", lambda names, **how: ({"floor 1.0": peer}, []))
+    status, out, err = call(model_folder, capsys, *ONE, "--peers", "floor", "--only", "plain", "--repeats", 1)
+    assert status == 130 and [row["texts"] for row in result_of(out)["rows"]] == [1, 1] and peer.closed
+    assert "bench.py: floor 1.0: its process ended" in err and "Traceback" not in err
+
+
 def test_a_real_interrupt_ends_a_run_within_a_token(model_folder, capsys):
     """What Ctrl-C cut short is not counted as if it were whole."""
     threading.Timer(1.0, lambda: signal.raise_signal(signal.SIGINT)).start()
@@ -277,6 +308,19 @@ def test_a_real_interrupt_ends_a_run_within_a_token(model_folder, capsys):
         ["--synthetic-acceptance", "0.5"],
         ["--synthetic-acceptance", "1.5", "--temperature", "0"],
         ["--only", "nosuch"],
+        ["--model", "random:gpt2:1", "--prompts", "", "--draft", "none", "--max-prompts", "1", "--exit-layer", "1"],
+        [
+            "--model",
+            "random:gpt2:1",
+            "--prompts",
+            "",
+            "--draft",
+            "none",
+            "--max-prompts",
+            "1",
+            "--exit-threshold",
+            "0.5",
+        ],
         ["--model", "mute"],
     ],
     ids=" ".join,
@@ -345,6 +389,8 @@ def test_quality_of_a_variant_is_perplexity_and_agreement_with_the_first(model_f
     assert "perplexity" in out.splitlines()[0] and len(out.splitlines()) == 5
     status, _, err = call(model_folder, capsys, "--model", model_folder / "mute", command=["quality"])
     assert status == 2 and "no tokenizer" in err
+    assert bench.main(["quality", "--model", "random:gpt2:1"]) == 2
+    assert capsys.readouterr().err.startswith("bench.py: --model random:gpt2:1")
 
 
 def test_answers_are_graded_and_compared_with_plains(model_folder, capsys, tmp_path, monkeypatch):
@@ -408,6 +454,8 @@ def test_the_stack_adds_one_thing_a_row_and_holds_it_to_its_text(model_folder, c
     monkeypatch.setattr(measure, "near_tie", lambda model, ids: (1.0, 1e-3))
     assert call(model_folder, capsys, command=["stack"])[0] == 1
     assert call(model_folder, capsys, "--temperature", 1, command=["stack"])[0] == 2
+    status, _, err = call(model_folder, capsys, "--max-new-tokens", 64, command=["stack"])
+    assert status == 2 and "a context of 64" in err  # the loop by hand knows no end of it
 
 
 def test_the_calculator_has_the_figures_that_people_quote(capsys):
