@@ -83,7 +83,9 @@ class BenchConfig:
     prompts: str = flag("", "a JSON list of texts and {user: message}, or FILE:KEY or FILE:KEY,KEY; items with a check are "
                         "graded; the bundled model's own when empty")  # fmt: skip
     max_prompts: int = flag(0, "evenly spaced prompts of the list; fewer take less time; 0 is all")
-    only: tuple[str, ...] = flag((), "only modes whose name holds one of these, and the first (all)", parse=listed(str))
+    only: tuple[str, ...] = flag(
+        (), "only modes whose name holds one of these, and their plain ones (all)", parse=listed(str)
+    )
     batch: tuple[int, ...] = flag(
         (1, 4), "prompts decoded together: more tokens/s in all, fewer for each", parse=listed(int)
     )
@@ -173,16 +175,21 @@ def load_variant(config: BenchConfig, name: str, label: str) -> Variant:
     quantize = name if name in QUANTISED else None
     dtype = "bfloat16" if quantize else name
     if config.model.startswith(RANDOM):
-        model = synthetic.random_model(config.model.removeprefix(RANDOM), config.device, dtype, quantize)
-        return Variant(label, model.pack(), None, load_drafter(config, name, model, None))
-    model, tokenizer = load_checkpoint(config.model, config.device, dtype, quantize)
-    if tokenizer is None:
-        raise ValueError(f"--model {config.model}: it has no tokenizer to read text with")
+        model, tokenizer = (
+            synthetic.random_model(config.model.removeprefix(RANDOM), config.device, dtype, quantize),
+            None,
+        )
+    else:
+        model, tokenizer = load_checkpoint(config.model, config.device, dtype, quantize)
+        if tokenizer is None:
+            raise ValueError(f"--model {config.model}: it has no tokenizer to read text with")
     heads = None if model.config.exit_layers else bundled_heads(model, EXIT_HEADS)
     if heads:
         load_heads(model, find_heads(heads))
     if not set(config.exit_layer) <= set(model.config.exit_layers):
         raise ValueError(f"--exit-layer is {config.exit_layer}: the exits are {model.config.exit_layers}")
+    if config.exit_threshold and not model.config.exit_layers:
+        raise ValueError(f"--exit-threshold is {config.exit_threshold}: this model has no exits")
     return Variant(label, model.pack(), tokenizer, load_drafter(config, name, model, tokenizer))
 
 
@@ -256,8 +263,10 @@ def modes_of(config: BenchConfig, variant: Variant, temperature: float) -> dict[
 
 
 def perplexities(config: BenchConfig) -> list[dict]:
-    """Of each variant: memory of its weights, and on text that no model here was trained on (the language reference that comes
+    """Of each variant: memory of its weights, and on text that the bundled models never saw (the language reference that comes
     with Python, 16 windows of 256 tokens) perplexity, and agreement and KL with the first variant."""
+    if config.model.startswith(RANDOM):
+        raise ValueError(f"--model {config.model}: random weights read no text")
     rows, reference = [], None
     for name in config.variants:
         quantize = name if name in QUANTISED else None
@@ -327,7 +336,7 @@ def speed(config: BenchConfig) -> dict:
         roof = ceilings(model.device, model.dtype)
         for (batch, temperature), ours in modes.items():
             if temperature == 0:
-                ours |= {name: Mode(peer.decode) for name, peer in others.items() if able(name, peer, groups[batch][0])}
+                ours |= {name: Mode(peer.decode) for name, peer in others.items() if able(config, peer, groups[batch])}
         n_runs = sum(len(part) * len(groups[batch]) for (batch, _), part in modes.items()) * (1 + config.repeats)
         with tqdm(total=n_runs, desc="bench", dynamic_ncols=True) as bar:
             for (batch, temperature), part in modes.items():
@@ -337,6 +346,8 @@ def speed(config: BenchConfig) -> dict:
                     rows.append(summary(config, name, part, done, seen, temperature, roof, tokenizer and answer))
                 if interrupted:
                     break
+    except KeyboardInterrupt:  # while engines start, or quality is judged
+        interrupted = True
     finally:
         for peer in others.values():
             peer.close()
@@ -346,13 +357,15 @@ def speed(config: BenchConfig) -> dict:
 
 
 def wanted(config: BenchConfig, parts: list[dict[str, Mode]]) -> dict[str, Mode]:
-    """Those that --only names, and the first, which all are compared with."""
+    """Those that --only names, their plain modes, and the first, which all are compared with."""
     modes = {name: mode for part in parts for name, mode in part.items()}
     first, only = next(iter(modes)), config.only or ("",)
     strange = [part for part in only if not any(part in name for name in modes)]
     if strange and not config.peers:
         raise ValueError(f"--only holds {strange[0]!r}: no mode of {', '.join(modes)} has that in its name")
-    return {name: mode for name, mode in modes.items() if name == first or any(part in name for part in only)}
+    named = {name: mode for name, mode in modes.items() if any(part in name for part in only)}
+    needed = {first, *(mode.plain for mode in named.values())}  # plain's text is what gates compare with
+    return {name: mode for name, mode in modes.items() if name in named or name in needed}
 
 
 def other_engines(config: BenchConfig, variant: Variant) -> dict[str, peers.Peer]:
@@ -367,12 +380,14 @@ def other_engines(config: BenchConfig, variant: Variant) -> dict[str, peers.Peer
         device=variant.model.device.type,
     )  # fmt: skip
     print(*missing, sep="\n", end="\n" * bool(missing), file=sys.stderr)
-    return {name: peer for name, peer in found.items() if any(part in name for part in (*config.only, *config.peers))}
+    return found
 
 
-def able(name: str, peer: peers.Peer, group: Group) -> bool:
+def able(config: BenchConfig, peer: peers.Peer, groups: list[Group]) -> bool:
+    """Whether it can decode the longest of them: better known now than in the middle."""
+    longest = max((group.prompts for group in groups), key=lambda prompts: max(map(len, prompts)))
     try:
-        peer.decode(group.prompts, SamplingParams(2, 0.0))
+        peer.decode(longest, SamplingParams(config.max_new_tokens, 0.0))
         return True
     except ValueError as error:
         print(f"{error}: left out", file=sys.stderr)
@@ -469,6 +484,11 @@ def stack(config: StackConfig) -> dict:
     plain_loop, _ = load_checkpoint(config.model, config.device, "float32")
     full, half, small = (load_variant(config, name, "") for name in ("float32", "bfloat16", config.quantize))
     items, prompts = read_items(config, full)
+    longest, context = max(map(len, prompts)), full.model.config.block_size
+    if longest + config.max_new_tokens > context:
+        raise ValueError(
+            f"--max-new-tokens is {config.max_new_tokens}: with prompts of {longest} it must fit a context of {context}"
+        )
     exits = small.model.config.exit_layers
     drafters = [NGramDrafter(), *([small.drafter] if small.drafter else [])]
 
@@ -477,61 +497,58 @@ def stack(config: StackConfig) -> dict:
             small.model, ChainDrafter(*parts), prompts, sampling, "auto"
         )
 
-    # what a step removes, and why it cannot remove more
+    baseline, quantised = "float32, eager, cache by concatenation", f"+ {config.quantize}"
+    # how, on which weights, whose text it must have, and what limits it
     steps = {
-        "float32, eager, cache by concatenation": (functools.partial(eager, plain_loop), full, "the baseline"),
-        "+ this engine": (functools.partial(generate, full.model), full,
+        baseline: (functools.partial(eager, plain_loop), None, None, "the baseline"),
+        "+ this engine": (functools.partial(generate, full.model), full, baseline,
                           "joined matrices, a cache written in place; the weights' bytes stay"),
-        "+ bfloat16": (functools.partial(generate, half.model), half, "half the bytes: at most 2x, less where operators cost"),
-        f"+ {config.quantize}": (functools.partial(generate, small.model), small,
-                                 "fewer bytes; more work to read them, and operators cost as before"),
-        "+ speculation": (drafting(*drafters), small, "tokens a pass, over drafts and wider passes"),
+        "+ bfloat16": (functools.partial(generate, half.model), half, None,
+                       "half the bytes: at most 2x, less where operators cost"),
+        quantised: (functools.partial(generate, small.model), small, None,
+                    "fewer bytes; more work to read them, and operators cost as before"),
+        "+ speculation": (drafting(*drafters), small, quantised, "tokens a pass, over drafts and wider passes"),
     }  # fmt: skip
     if exits:
-        steps["+ early-exit drafts"] = (drafting(*drafters, ExitDrafter(small.model, exits)), small,
+        steps["+ early-exit drafts"] = (drafting(*drafters, ExitDrafter(small.model, exits)), small, quantised,
                                         "spends the same redundancy as the drafters before it: lossless, seldom chosen")  # fmt: skip
-    modes, small_plain = {}, f"+ {config.quantize}"
-    for name, (decode, variant, _) in steps.items():
-        # the loop of this engine has the text of the one before it, drafts that of what they draft for
-        kept = (
-            next(iter(steps))
-            if name == "+ this engine"
-            else small_plain
-            if "speculation" in name or "drafts" in name
-            else None
-        )
-        modes[name] = Mode(decode, variant if modes else None, kept or name, "text" if kept else None)
+    modes = {
+        name: Mode(decode, variant, whose or name, "text" if whose else None)
+        for name, (decode, variant, whose, _) in steps.items()
+    }
     if exits:
         lossy = dataclasses.replace(config, exit_threshold=config.exit_threshold or (0.9,))
         found = {name: mode for name, mode in modes_of(lossy, small, 0.0).items() if mode.promise == "exits"}
-        modes |= {
-            f"instead: {config.quantize}, {name}": mode._replace(plain=f"+ {config.quantize}")
-            for name, mode in found.items()
-        }
+        modes |= {f"instead: {config.quantize}, {name}": mode._replace(plain=quantised) for name, mode in found.items()}
     roof = ceilings(full.model.device, torch.float32)
     groups = groups_of(config, items, prompts, 1)
     with tqdm(total=len(modes) * len(groups) * (1 + config.repeats), desc="stack", dynamic_ncols=True) as bar:
         done, interrupted = measure(config, modes, groups, 0.0, bar)
-    if not done:
-        raise KeyboardInterrupt
-    rows, before = [], 1.0
-    for name in modes:
-        row = summary(config, name, modes, done, groups[: len(done)], 0.0, roof, None)
-        why = steps[name][2] if name in steps else "changes the text"
-        factor = row["ratio_to_plain"] / before
+    rows, totals, before = [], {}, None
+    for name in modes if done else ():
+        try:
+            row = summary(config, name, modes, done, groups[: len(done)], 0.0, roof, None)
+        except KeyboardInterrupt:
+            interrupted = True
+            break
+        why = steps[name][3] if name in steps else "changes the text"
+        kept = modes[name].plain if name.startswith("instead") else before  # what it was put on top of
+        factor = row["ratio_to_plain"] / totals.get(kept, 1.0)
         rows.append({"mode": name, "tokens_per_second": row["tokens_per_second"], "factor": factor,
-                     "total": row["ratio_to_plain"], "quartiles": row["ratio_quartiles"], "gate": row["gate"], "why": why})  # fmt: skip
-        before = row["ratio_to_plain"] if name.startswith("+") else before
+                     "total": row["ratio_to_plain"], "quartiles": row["ratio_quartiles"], "kl": row["kl"], "gate": row["gate"], "why": why})  # fmt: skip
+        totals[name], before = row["ratio_to_plain"], name
+    if not rows:
+        raise KeyboardInterrupt
     return {"stack": rows, "ceilings": roof._asdict(), "interrupted": interrupted}
 
 
 def stack_table(rows: list[dict]) -> str:
     width = max(len(row["mode"]) for row in rows) + 2
-    lines = [f"{'':{width}}tokens/s   factor    total    quartiles  what limits it"]
+    lines = [f"{'':{width}}tokens/s   factor    total    quartiles      KL  what limits it"]
     for row in rows:
         quartiles = "-".join(f"{x:.2f}" for x in row["quartiles"])
         lines.append(f"{row['mode']:{width}}{row['tokens_per_second']:8.1f}{row['factor']:8.2f}x{row['total']:8.2f}x"
-                     f"{quartiles:>13}  {row['why']}")  # fmt: skip
+                     f"{quartiles:>13}{'-' if row['kl'] is None else format(row['kl'], '.4f'):>8}  {row['why']}")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -615,7 +632,7 @@ class PeersConfig(BenchConfig):
 
 @dataclasses.dataclass
 class QualityConfig(BenchConfig):
-    """Perplexity, agreement and KL of variants of the weights, on text that no model here was trained on."""
+    """Perplexity, agreement and KL of variants of the weights, on text that the bundled models never saw."""
 
 
 SUBCOMMANDS = {

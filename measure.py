@@ -11,10 +11,12 @@ import functools
 import itertools
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 import kernels
@@ -22,7 +24,7 @@ import quality
 from decode import PREFILL_CHUNK, Generation, SamplingParams, heed, near_tie, pack
 from metrics import add_up, percentiles, phase_seconds
 from model import GPT, Matrix
-from speculative import HeadDrafter, ModelDrafter
+from speculative import ExitDrafter, HeadDrafter, ModelDrafter
 from tokenizer import Tokenizer
 
 
@@ -73,7 +75,8 @@ def token_seconds(runs: list[Generation]) -> float:
 
 
 def measure(config, modes: dict[str, Mode], groups: list[Group], temperature: float, bar):
-    """{mode: what it did, by group}, and whether Ctrl-C ended it: then with the groups that were complete.
+    """{mode: what it did}, by group, and whether Ctrl-C, or the end of another engine's process, cut it short: then with the
+    groups that were complete.
 
     1. one run of each mode on each group, not timed: warm-up, tokens, acceptance, layers
     2. `repeats` timed runs of each, interleaved, each time beginning with another mode
@@ -96,6 +99,9 @@ def measure(config, modes: dict[str, Mode], groups: list[Group], temperature: fl
                     bar.update()
             done.append(found)
     except KeyboardInterrupt:
+        return done, True
+    except OSError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
         return done, True
     return done, False
 
@@ -161,18 +167,24 @@ class Work(NamedTuple):
     held: int
 
 
-def work_of(mode: Mode, batch: list[Generation], capacity: int) -> Work:
-    """Of prompts decoded together: a pass reads the weights once, whoever rides along, and the cache of each."""
+def work_of(mode: Mode, prompts: list[list[int]], batch: list[Generation]) -> Work:
+    """Of prompts decoded together: a pass reads the weights once, whoever rides along, and the cache of each. Too much where
+    several drafters take turns: nobody knows whose drafts they were, so each one is charged to all of them."""
     model, shape, rows = mode.variant.model, mode.variant.model.config, [run.stats for run in batch]
     layer, head = matrix_bytes(model.blocks) / shape.n_layer, kernels.n_bytes(model.output_weight)
     position = 2 * shape.n_kv_head * shape.head_dim * model.dtype.itemsize  # keys and values, of a layer
     longest = max(rows, key=lambda stats: stats.layer_passes)
     read = longest.layer_passes * layer + longest.target_passes * head + longest.drafted * draft_bytes(mode.drafter)
-    read += sum(stats.layer_passes * position * (capacity - stats.tokens / 2) for stats in rows)
+    read += sum(s.layer_passes * position * (len(ids) + s.tokens / 2) for ids, s in zip(prompts, rows))
     weights = sum(math.prod(part.shape) for part in model.blocks.modules() if isinstance(part, Matrix))
     weights += math.prod(model.output_weight.shape)
     flops = 2 * weights * sum(stats.rounds + stats.drafted for stats in rows)
-    held = model.weight_bytes() + draft_bytes(mode.drafter) + len(batch) * capacity * position * shape.n_layer
+    longest_text = max(len(ids) + len(run.tokens) for ids, run in zip(prompts, batch))
+    held = (
+        model.weight_bytes()
+        + draft_bytes(mode.drafter, own=True)
+        + len(batch) * longest_text * position * shape.n_layer
+    )
     return Work(read, flops, int(held))
 
 
@@ -180,14 +192,16 @@ def matrix_bytes(module: torch.nn.Module) -> int:
     return sum(kernels.n_bytes(part.weight) for part in module.modules() if isinstance(part, Matrix))
 
 
-def draft_bytes(drafter) -> int:
-    """Weights that a draft reads, beside the target's own layers."""
+def draft_bytes(drafter, own: bool = False) -> int:
+    """Weights that a draft reads, beside the target's own layers; own: those that the target does not hold."""
+    if isinstance(drafter, ExitDrafter):
+        return 0 if own else kernels.n_bytes(drafter.model._exit_output[0])
     if isinstance(drafter, ModelDrafter):
         return drafter.model.weight_bytes()
     if isinstance(drafter, HeadDrafter):
         return matrix_bytes(drafter.head) + kernels.n_bytes(drafter.head.output)
     parts = [*getattr(drafter, "drafters", ()), getattr(drafter, "drafter", None)]
-    return sum(draft_bytes(part) for part in parts if part is not None)
+    return sum(draft_bytes(part, own) for part in parts if part is not None)
 
 
 class ExitCosts(NamedTuple):
@@ -222,7 +236,7 @@ def exit_costs(model: GPT, batch: int, n_rounds: int = 12) -> ExitCosts:
     return ExitCosts(one / n_layer, max(four - one, 0.0) / 3 / n_layer, head, asked)
 
 
-def predicted(mode: Mode, ours: Measured, base: Measured) -> tuple[float, dict[str, float]] | None:
+def predicted(mode: Mode, batch, plain, n_layer_runs: int = 0) -> tuple[float, dict[str, float]] | None:
     """Speed to plain by the cost model, and what it leaves out, as factors that were measured in the same run.
 
     Speculation: (1 - alpha^(k + 1)) / (1 - alpha) tokens a round of k drafts (Leviathan et al. 2023), over the time of its drafts
@@ -230,7 +244,6 @@ def predicted(mode: Mode, ours: Measured, base: Measured) -> tuple[float, dict[s
     each costs alone.
     "acceptance": acceptance that is no constant, tokens of a round by the model to those seen; "loop": all but drafts and passes.
     """
-    batch, plain = ours.runs, base.runs
     total = add_up(run.stats for run in batch)
     times, plain_times = (phase_seconds([run.stats for run in runs]) for runs in (batch, plain))
     passes, plain_passes = (t["draft"] + t["verify"] for t in (times, plain_times))
@@ -246,7 +259,7 @@ def predicted(mode: Mode, ours: Measured, base: Measured) -> tuple[float, dict[s
         n_asked += (total.tokens - total.exited) * len(live)
         # a token that leaves reads the exit's rows twice: once for its confidence, once to be drawn
         seconds = (n_asked + total.exited) * asked + total.plain * head  # of all rows, who share them
-        n_runs = ours.n_layer_runs or total.layer_passes / len(batch)
+        n_runs = n_layer_runs or total.layer_passes / len(batch)
         n_wider = max(total.tokens * n_layer - n_runs * len(batch), 0)
         seconds = n_runs * layer + (seconds + n_wider * wider) / len(batch)
         return total.tokens / len(batch) * (n_layer * layer + head) / seconds, {"loop": loop}
@@ -264,26 +277,28 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     mode, first = modes[name], next(iter(modes))
     ours, base = [found[name] for found in done], [found[first] for found in done]
     plains = [found[mode.plain if mode.plain in modes else first] for found in done]
-    ratios = sorted(theirs / own for a, b in zip(ours, base) for own, theirs in zip(a.seconds, b.seconds))
+    ratios = [theirs / own for a, b in zip(ours, base) for own, theirs in zip(a.seconds, b.seconds)]
     runs, plain_runs = ([run for found in part for run in found.runs] for part in (ours, plains))
     prompts = [prompt for group in groups for prompt in group.prompts]
     total, n_tokens = add_up(run.stats for run in runs), sum(len(run.tokens) for run in runs)
     seconds = statistics.median(x for found in ours for x in found.seconds)
-    timed = [run.stats for found in ours for batch in found.timed for run in batch]
-    firsts, between = (
-        [s.first_token_seconds for s in timed],
-        percentiles([t for s in timed for t in s.token_seconds[1:]]),
-    )
+    batches = [
+        batch for found in ours for batch in found.timed
+    ]  # all times are of these, which warm up and audit nothing
+    timed = [run.stats for batch in batches for run in batch]
+    firsts = [s.first_token_seconds for s in timed if s.first_token_seconds is not None]
+    between = percentiles([t for s in timed for t in s.token_seconds[1:]])
     n_equal = sum(x == y for run, plain in zip(runs, plain_runs) for x, y in zip(run.tokens, plain.tokens))
     n_longest = sum(max(len(run.tokens), len(plain.tokens)) for run, plain in zip(runs, plain_runs))
-    guesses = [guess for a, b in zip(ours, base) if (guess := predicted(mode, a, b))]
+    pairs = [(*pair, a.n_layer_runs) for a, b in zip(ours, base) for pair in zip(a.timed, b.timed)]
+    guesses = [guess for pair in pairs if (guess := predicted(mode, *pair))]
     row = {
         "mode": name, "batch": len(groups[0].prompts), "temperature": temperature,
         "drafter": None if mode.drafter is None else name.rpartition(" k=")[0] or name, "draft_len": mode.draft_len,
         "tokens_per_second": 1 / seconds,
         "ratio_to_plain": statistics.median(ratios),
-        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[len(ratios) * 3 // 4]],
-        "first_token_seconds": statistics.median([x for x in firsts if x is not None] or [math.nan]),
+        "ratio_quartiles": np.percentile(ratios, [25, 75]).tolist(),
+        "first_token_seconds": statistics.median(firsts) if firsts else None,
         "token_seconds_p50": between and between["p50"], "token_seconds_p95": between and between["p95"],
         "equal": n_equal / n_longest,
         "texts_equal": sum(run.tokens == plain.tokens for run, plain in zip(runs, plain_runs)), "texts": len(runs),
@@ -296,15 +311,20 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     }  # fmt: skip
     if mode.variant is None:
         return row
-    works = [
-        work_of(mode, found.runs, max(map(len, group.prompts)) + config.max_new_tokens)
-        for found, group in zip(ours, groups)
-    ]
+    works = [work_of(mode, group.prompts, found.runs) for found, group in zip(ours, groups)]
     read, flops = (sum(getattr(w, part) for w in works) / n_tokens for part in ("read", "flops"))
-    phases = [phase_seconds([run.stats for run in found.runs]) for found in ours]
+    phases = [phase_seconds([run.stats for run in batch]) for batch in batches]
     spent = {part: sum(p[part] for p in phases) for part in ("draft", "verify", "other")}
-    n_rounds = sum(max(run.stats.rounds for run in found.runs) for found in ours)
+    n_rounds = sum(max(run.stats.rounds for run in batch) for batch in batches)
     starts = [0.0, *itertools.accumulate(spent.values())]
+    texts = list(zip(prompts, plain_runs, runs))
+    reference = next(mode.variant.model for mode in modes.values() if mode.variant)
+    again = [
+        text
+        for group, a, b in zip(groups, ours, plains)
+        for batch in a.timed
+        for text in zip(group.prompts, b.runs, batch)
+    ]
     row |= {
         "predicted_ratio": statistics.median(ratio for ratio, _ in guesses) if guesses else None,
         "prediction_terms": {key: statistics.median(t[key] for _, t in guesses) for _, terms in guesses[:1] for key in terms},
@@ -316,8 +336,8 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
         "time_shares": {part: x / sum(spent.values()) for part, x in spent.items()},
         "timeline": [{"what": part, "start": start / n_rounds, "seconds": x / n_rounds}
                      for (part, x), start in zip(spent.items(), starts) if x],
-        "gate": gate(config, mode, list(zip(prompts, plain_runs, runs)), temperature),
-    } | distance(mode, list(zip(prompts, plain_runs, runs)), temperature)  # fmt: skip
+        "gate": gate(config, mode, texts if mode.promise != "text" else texts + again, temperature),
+    } | distance(mode, texts, temperature, reference)  # fmt: skip
     return row
 
 
@@ -340,6 +360,8 @@ def gate(config, mode: Mode, texts: list, temperature: float) -> dict | None:
         return None
     model = mode.variant.model
     if mode.promise == "exits":
+        if temperature == 0:  # the same prompt again is no other sequence
+            texts = {tuple(prompt): (prompt, plain, run) for prompt, plain, run in texts}.values()
         bound = config.max_disagreement if mode.risk is None else mode.risk
         return quality.disagreement_gate([run.stats for *_, run in texts], bound, config.max_nats)
     if mode.promise == "law":
@@ -351,17 +373,20 @@ def gate(config, mode: Mode, texts: list, temperature: float) -> dict | None:
     return quality.identity_gate([(prompt, plain.tokens, run.tokens) for prompt, plain, run in texts], exact, gap)
 
 
-def distance(mode: Mode, texts: list, temperature: float) -> dict:
-    """kl: of the law that drew each token from the full model's there. nll_difference: by how much less likely the full model
-    finds the mode's tokens than what it would have drawn itself: 0 where nothing but the full model draws."""
-    if mode.promise != "exits":
-        return {"kl": 0.0, "nll_difference": 0.0}
-    sampling, n_tokens = SamplingParams(temperature=temperature), sum(len(run.tokens) for *_, run in texts)
+def distance(mode: Mode, texts: list, temperature: float, reference: GPT) -> dict:
+    """kl: of the law that drew each token from the reference's there, the first variant's full model. nll_difference: by how
+    much less likely the variant's own full model finds the mode's tokens than what it would have drawn itself: 0 where nothing
+    else draws. What promises the text or the law of another variant's plain is as far away as that: None."""
+    model, n_tokens = mode.variant.model, sum(len(run.tokens) for *_, run in texts)
+    nats = sum(run.stats.audit_nats for *_, run in texts) / n_tokens
+    if mode.promise in ("text", "law") or (mode.promise is None and model is reference):
+        return {"kl": 0.0 if model is reference else None, "nll_difference": nats}
+    sampling = SamplingParams(temperature=temperature)
     kl = sum(
-        quality.text_figures(mode.variant.model, prompt, run, sampling)["kl"] * len(run.tokens)
+        quality.text_figures(model, prompt, run, sampling, reference)["kl"] * len(run.tokens)
         for prompt, _, run in texts
     )
-    return {"kl": kl / n_tokens, "nll_difference": sum(run.stats.audit_nats for *_, run in texts) / n_tokens}
+    return {"kl": kl / n_tokens, "nll_difference": nats}
 
 
 COLUMNS = (  # heading, width, how a row shows it

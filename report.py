@@ -37,7 +37,7 @@ COLUMNS = (
     ("exited", "exited %", ".1f", 100, "share of tokens that came from an early exit"),
     ("equal", "equal %", ".1f", 100, "share of tokens equal to plain's, position by position"),
     ("agreement", "agreement %", ".1f", 100, "share of tokens that the full model would have emitted too, by audit"),
-    ("kl", "KL, nats", ".4f", 1, "per token, from the law that it was drawn from to the full model's"),
+    ("kl", "KL, nats", ".4f", 1, "per token, from the law that it was drawn from to that of the first full model"),
     ("nll_difference", "NLL, nats", "+.4f", 1, "negative log-likelihood per token under the full model, less plain's"),
     ("pass_rate", "pass rate", "", 1, "tasks passed, and the difference to plain with its interval"),
     ("first_token_seconds", "first, ms", ".1f", 1e3, "time to the first token"),
@@ -46,7 +46,7 @@ COLUMNS = (
     ("time_shares", "draft, verify, other %", ".0f", 100, "where the time goes"),
     ("bandwidth_share", "memory %", ".0f", 100, "of the memory speed measured on this machine"),
     ("compute_share", "compute %", ".0f", 100, "of the arithmetic speed measured on this machine"),
-    ("peak_bytes", "peak, MB", ".0f", 1e-6, "most memory in use"),
+    ("peak_bytes", "peak, MB", ".0f", 1e-6, "weights, keys and values held, counted from their shapes"),
 )  # fmt: skip
 
 # Measure of quality: key, factor, what the axis says, values that it always shows, whether less is better

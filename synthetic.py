@@ -65,8 +65,9 @@ class SyntheticDrafter:
 
     def tell(self, prompts: list[list[int]], sampling: SamplingParams) -> None:
         """Decode what is not known yet, and settle at which places the drafter will be right."""
-        self.asked = [(*prompt, seed) for prompt, seed in zip(prompts, sampling.row_seeds(len(prompts)))]
-        if all(len(self.told.get(key, ((),))[0]) >= sampling.max_new_tokens for key in self.asked):
+        law = repr(dataclasses.replace(sampling, seed=0))  # another temperature or length is another text
+        self.asked = [(*prompt, seed, law) for prompt, seed in zip(prompts, sampling.row_seeds(len(prompts)))]
+        if all(key in self.told for key in self.asked):
             return
         for key, prompt, out in zip(self.asked, prompts, generate(self.target, prompts, sampling)):
             text = prompt + out.tokens

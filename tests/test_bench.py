@@ -19,7 +19,7 @@ import quality
 import synthetic
 from checkpoint import Tokenizer
 from decode import Generation, SamplingParams, generate
-from speculative import ModelDrafter, NGramDrafter, speculative_generate
+from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_generate
 
 ONE = ["--batch", "1", "--temperature", "0"]
 
@@ -81,6 +81,29 @@ def test_a_lossless_mode_that_changes_the_text_fails_whatever_its_speed(model_fo
     assert call(model_folder, capsys, *ONE, "--only", "speculative k=4")[0] == 0  # a near-tie
 
 
+def test_every_timed_text_is_held_to_plains_too(model_folder, capsys, monkeypatch):
+    """What goes wrong from the second call on, or beside other modes alone, was fast and wrong."""
+    honest, n_calls = bench.speculative_generate, itertools.count()
+
+    def leaking(*how):
+        outs = honest(*how)
+        outs[0].tokens[5] ^= next(n_calls) == 2
+        return outs
+
+    monkeypatch.setattr(bench, "speculative_generate", leaking)
+    monkeypatch.setattr(measure, "near_tie", lambda model, ids: (1.0, 1e-3))
+    status, out, _ = call(model_folder, capsys, *ONE, "--only", "speculative k=4")
+    assert status == 1 and result_of(out)["rows"][1]["gate"]["why"].startswith("1 of 6 texts")
+
+
+def test_a_prompt_that_comes_again_is_no_other_sequence():
+    """Two greedy texts, ten times each, are two sequences: too few for a bootstrap to promise anything."""
+    config, mode = bench.BenchConfig(), measure.Mode(None, measure.Variant("", None, None, None), promise="exits")
+    texts = [([i % 2], None, *runs(rounds=10, plain=10)) for i in range(20)]
+    assert measure.gate(config, mode, texts, 0.0)["verdict"] == "unsure"
+    assert measure.gate(config, mode, texts, 1.0)["verdict"] == "passed"  # each with a seed of its own
+
+
 def test_each_promise_has_its_gate(model_folder, capsys):
     """Coupled is held to the text, rejection to the law, exits to their audit; batches keep the noise of each prompt."""
     flags = ["--batch", "1,2", "--only", "speculative k=4,early"]
@@ -108,13 +131,13 @@ def test_ratios_are_paired_and_interleaved(model_folder, capsys, monkeypatch):
     assert [ratio for row in rows for ratio in (row["ratio_to_plain"], *row["ratio_quartiles"])] == [1.0] * 3 * n_modes
 
 
-def runs(n_layer_runs=0, **stats):
+def runs(**stats):
     out = Generation()
     for name, value in stats.items():
         setattr(out.stats, name, value)
     out.tokens = [0] * out.stats.tokens
     out.stats.seconds = out.stats.draft_seconds + out.stats.verify_seconds
-    return measure.Measured([out], n_layer_runs, [], [])
+    return [out]
 
 
 def test_the_cost_model_by_hand(monkeypatch):
@@ -127,17 +150,37 @@ def test_the_cost_model_by_hand(monkeypatch):
     ratio, terms = measure.predicted(mode, batch, plain)
     assert ratio == pytest.approx(1.875 / 1.5)
     assert terms == {"acceptance": pytest.approx(17 / 18.75), "loop": 1.0}
-    batch.runs[0].stats.seconds += 5.0  # a third more than its passes
+    batch[0].stats.seconds += 5.0  # a third more than its passes
     assert measure.predicted(mode, batch, plain)[1]["loop"] == pytest.approx(1 / (1 + 5 / 15))
     assert measure.predicted(mode, plain, plain)[0] == 1.0
     monkeypatch.setattr(measure, "exit_costs", lambda model, batch: measure.ExitCosts(1.0, 0.25, 4.0, 0.5))
     exits = measure.Mode(None, variant, promise="exits", thresholds=(0.9, 0.9, 2.0))
-    left = runs(24, rounds=10, exited=6, plain=4, layer_passes=24, verify_seconds=5.0, exit_histogram={1: 4, 2: 2})
+    left = runs(rounds=10, exited=6, plain=4, layer_passes=24, verify_seconds=5.0, exit_histogram={1: 4, 2: 2})
     # asked: 4 tokens one exit, 2 two, 4 two more in vain; each that left was drawn from an exit's head
-    assert measure.predicted(exits, left, plain)[0] == pytest.approx(
+    assert measure.predicted(exits, left, plain, 24)[0] == pytest.approx(
         10 * (4 + 4) / (24 + (10 * 4 - 24) * 0.25 + (16 + 6) * 0.5 + 4 * 4)
     )
     assert measure.predicted(measure.Mode(None), plain, plain) is None
+
+
+def test_times_are_of_the_timed_runs_and_quartiles_of_few_lie_around_their_median():
+    """The run before them is cold, or audited: an hour in it changes no figure."""
+    variant, group = measure.Variant("", tiny_model(), None, None), measure.Group(0, [[1, 2, 3]], [None])
+    modes = {"plain": measure.Mode(None, variant), "drafts k=1": measure.Mode(None, variant, draft_len=1)}
+    counts = {"rounds": 10, "drafted_histogram": [10], "target_passes": 10, "layer_passes": 40, "plain": 10}
+
+    def made(draft, hours, seconds):
+        timed = [runs(draft_seconds=draft, verify_seconds=10.0, **counts) for _ in seconds]
+        return measure.Measured(runs(draft_seconds=3600.0 * hours, verify_seconds=10.0, **counts), 0, seconds, timed)
+
+    for hours in (0, 1):
+        done = [{"plain": made(0.0, 0, [8.0] * 4), "drafts k=1": made(5.0, hours, [1.0, 8.0, 4.0, 2.0])}]
+        roof = measure.Ceilings(1.0, 1.0)
+        row = measure.summary(None, "drafts k=1", modes, done, [group], 0.0, roof, None)
+        assert row["predicted_ratio"] == pytest.approx(10 / 15) and row["time_shares"]["draft"] == pytest.approx(1 / 3)
+        assert [part["seconds"] for part in row["timeline"]] == pytest.approx([0.5, 1.0])
+        assert (row["ratio_to_plain"], row["ratio_quartiles"]) == (3.0, [1.75, 5.0])
+        assert row["first_token_seconds"] is None and "NaN" not in json.dumps(row)
 
 
 def test_the_work_of_a_run_by_hand():
@@ -155,17 +198,24 @@ def test_the_work_of_a_run_by_hand():
     cache = sum(
         2 * 2 * 4 * 4 * 4 * (13 - 5) for _ in range(10)
     )  # keys, values; 2 heads of 4, float32, 4 layers, mean length
-    plain = measure.work_of(measure.Mode(None, variant), generate(model, prompts[:1], sampling), 13)
+    plain = measure.work_of(measure.Mode(None, variant), prompts[:1], generate(model, prompts[:1], sampling))
     assert plain.read == 10 * 4 * (blocks + head) + cache and plain.flops == 2 * (blocks + head) * 10
     assert plain.held == model.weight_bytes() + 13 * 2 * 2 * 4 * 4 * 4
-    both = measure.work_of(measure.Mode(None, variant), generate(model, prompts, sampling), 13)
+    both = measure.work_of(measure.Mode(None, variant), prompts, generate(model, prompts, sampling))
     assert both.read == plain.read + cache and both.flops == 2 * plain.flops  # the weights are read for both at once
     drafter = ModelDrafter(small)
     batch = speculative_generate(model, drafter, prompts[:1], sampling, 3)
-    drafted = measure.work_of(measure.Mode(None, variant, drafter=drafter), batch, 13)
+    drafted = measure.work_of(measure.Mode(None, variant, drafter=drafter), prompts[:1], batch)
     stats = batch[0].stats
     assert drafted.flops == 2 * (blocks + head) * (stats.rounds + stats.drafted)
     assert drafted.read - stats.rounds / 10 * plain.read == pytest.approx(stats.drafted * small.weight_bytes())
+    [short] = generate(model, [[1] * 60], SamplingParams(10, 0.0))  # ends with the context
+    assert measure.work_of(measure.Mode(None, variant), [[1] * 60], [short]).held == model.weight_bytes() + 64 * 256
+    drafter = ExitDrafter(model, 1)  # reads its layer, and then the outputs of the exit
+    batch = speculative_generate(model, drafter, prompts[:1], sampling, 3)
+    drafted, stats = measure.work_of(measure.Mode(None, variant, drafter=drafter), prompts[:1], batch), batch[0].stats
+    weights = stats.layer_passes * blocks + (stats.rounds * 4 + stats.drafted * 4) * head
+    assert drafted.read == pytest.approx(weights + stats.layer_passes * 64 * 8) and drafted.held == plain.held
 
 
 def test_ctrl_c_keeps_what_is_complete(model_folder, capsys, monkeypatch, tmp_path):
@@ -187,6 +237,37 @@ def test_ctrl_c_keeps_what_is_complete(model_folder, capsys, monkeypatch, tmp_pa
     (tmp_path / "result.json").unlink()
     status, out, _ = call(model_folder, capsys, *flags)
     assert (status, out) == (130, "") and not (tmp_path / "result.json").exists()  # nothing was complete
+
+
+@pytest.mark.parametrize("command", [[], ["stack"]], ids=["speed", "stack"])
+def test_ctrl_c_while_quality_is_judged_keeps_the_rows_before(model_folder, capsys, monkeypatch, command):
+    calls, honest = itertools.count(), bench.summary
+
+    def interrupted(*what):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return honest(*what)
+
+    monkeypatch.setattr(bench, "summary", interrupted)
+    status, out, _ = call(model_folder, capsys, *ONE, command=command)
+    result = result_of(out)
+    assert status == 130 and result["interrupted"] and len(result.get("rows") or result["stack"]) == 2
+
+
+def test_a_peer_that_dies_takes_nothing_along(model_folder, capsys, monkeypatch):
+    """Its process ends in the middle of the second prompt: the first is kept, and one line says why it ended there."""
+    peer, calls, honest = FakePeer(), itertools.count(), FakePeer.decode
+
+    def dying(prompts, sampling):
+        if next(calls) == 4:  # one to try, two runs of each prompt
+            raise OSError("floor 1.0: its process ended")
+        return honest(peer, prompts, sampling)
+
+    monkeypatch.setattr(peer, "decode", dying)
+    monkeypatch.setattr(peers, "start", lambda names, **how: ({"floor 1.0": peer}, []))
+    status, out, err = call(model_folder, capsys, *ONE, "--peers", "floor", "--only", "plain", "--repeats", 1)
+    assert status == 130 and [row["texts"] for row in result_of(out)["rows"]] == [1, 1] and peer.closed
+    assert "bench.py: floor 1.0: its process ended" in err and "Traceback" not in err
 
 
 def test_a_real_interrupt_ends_a_run_within_a_token(model_folder, capsys):
@@ -230,6 +311,19 @@ def test_a_real_interrupt_ends_a_run_within_a_token(model_folder, capsys):
         ["--synthetic-acceptance", "0.5"],
         ["--synthetic-acceptance", "1.5", "--temperature", "0"],
         ["--only", "nosuch"],
+        ["--model", "random:gpt2:1", "--prompts", "", "--draft", "none", "--max-prompts", "1", "--exit-layer", "1"],
+        [
+            "--model",
+            "random:gpt2:1",
+            "--prompts",
+            "",
+            "--draft",
+            "none",
+            "--max-prompts",
+            "1",
+            "--exit-threshold",
+            "0.5",
+        ],
         ["--model", "mute"],
     ],
     ids=" ".join,
@@ -280,6 +374,14 @@ def test_variants_are_compared_with_the_first_and_keep_their_own_text(model_fold
     assert rows["float32 plain"]["ratio_to_plain"] == 1.0 != rows["int8 plain"]["ratio_to_plain"]
     assert all(rows[name]["equal"] == 1.0 for name in expected[:3])
     assert rows["int8 plain"]["peak_bytes"] < rows["float32 plain"]["peak_bytes"]
+    assert rows["float32 plain"]["kl"] == 0.0 < rows["int8 plain"]["kl"] < 0.2  # faster, but not the same law
+    assert rows["int8 speculative k=4"]["kl"] is None
+    _, out, _ = call(model_folder, capsys, *ONE, "--variants", "float32,int8", "--only", "int8 speculative k=4")
+    again = {
+        row["mode"]: row for row in result_of(out)["rows"]
+    }  # held to int8's text, though nobody asked for its speed
+    assert list(again) == ["float32 plain", "int8 plain", "int8 speculative k=4"]
+    assert again["int8 speculative k=4"]["gate"] == rows["int8 speculative k=4"]["gate"]
 
 
 def test_quality_of_a_variant_is_perplexity_and_agreement_with_the_first(model_folder, capsys):
@@ -290,6 +392,8 @@ def test_quality_of_a_variant_is_perplexity_and_agreement_with_the_first(model_f
     assert "perplexity" in out.splitlines()[0] and len(out.splitlines()) == 5
     status, _, err = call(model_folder, capsys, "--model", model_folder / "mute", command=["quality"])
     assert status == 2 and "no tokenizer" in err
+    assert bench.main(["quality", "--model", "random:gpt2:1"]) == 2
+    assert capsys.readouterr().err.startswith("bench.py: --model random:gpt2:1")
 
 
 def test_answers_are_graded_and_compared_with_plains(model_folder, capsys, tmp_path, monkeypatch):
@@ -340,6 +444,8 @@ def test_the_stack_adds_one_thing_a_row_and_holds_it_to_its_text(model_folder, c
     assert rows[0]["total"] == 1.0 and rows[1]["gate"]["verdict"] == rows[4]["gate"]["verdict"] == "passed"
     assert math.prod(row["factor"] for row in rows[:-1]) == pytest.approx(rows[-2]["total"])
     assert all(row["why"] in out for row in rows)
+    assert rows[-1]["factor"] == pytest.approx(rows[-1]["total"] / rows[3]["total"])  # it stands on int8, not on drafts
+    assert rows[1]["kl"] == 0.0 < rows[3]["kl"]  # what quantisation bought its speed with
     honest = bench.eager
 
     def wrong(*how):
@@ -351,6 +457,8 @@ def test_the_stack_adds_one_thing_a_row_and_holds_it_to_its_text(model_folder, c
     monkeypatch.setattr(measure, "near_tie", lambda model, ids: (1.0, 1e-3))
     assert call(model_folder, capsys, command=["stack"])[0] == 1
     assert call(model_folder, capsys, "--temperature", 1, command=["stack"])[0] == 2
+    status, _, err = call(model_folder, capsys, "--max-new-tokens", 64, command=["stack"])
+    assert status == 2 and "a context of 64" in err  # the loop by hand knows no end of it
 
 
 def test_the_calculator_has_the_figures_that_people_quote(capsys):
@@ -387,6 +495,10 @@ def test_a_synthetic_drafter_is_right_as_often_as_asked_and_changes_nothing():
         assert [out.tokens for out in outs] == [out.tokens for out in generate(model, prompts, sampling)]
         judged = sum(out.stats.accepted + out.stats.corrected for out in outs)
         assert sum(out.stats.accepted for out in outs) / judged == pytest.approx(alpha, abs=0.15 * (0 < alpha < 1))
+        longer = SamplingParams(40, 0.5, seed=4)  # another text of the same prompts
+        drafter.tell(prompts, longer)
+        outs = speculative_generate(model, drafter, prompts, longer, 4, "coupled")
+        assert acceptance < 1 or all(out.stats.alpha == 1.0 and out.stats.drafted > 25 for out in outs)
 
 
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
