@@ -4,8 +4,11 @@ import itertools
 import json
 import math
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +24,7 @@ from checkpoint import Tokenizer
 from decode import Generation, SamplingParams, generate
 from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_generate
 
+ROOT = Path(bench.__file__).parent
 ONE = ["--batch", "1", "--temperature", "0"]
 
 
@@ -532,17 +536,17 @@ def test_prompts_come_from_keys_of_a_file_and_messages_take_the_template(tmp_pat
     assert bytes(quality.spelled(tokenizer, {"user": "z"})) == b"<z>" and bytes(quality.spelled(tokenizer, "z")) == b"z"
 
 
-def test_kernels_are_counted_without_a_gpu_and_timed_with_one(monkeypatch, capfd):
+def test_kernels_are_counted_without_a_gpu_and_timed_with_one(monkeypatch):
     """What the interpreter counts is the least there is: each weight and each key is loaded once."""
-    if not torch.cuda.is_available():
-        assert bench.main(["kernels", "--target", "sm_90", "--case", "sample"]) == 0
-        out = capfd.readouterr().out
-        lines = [line.split() for line in out.splitlines() if line.startswith(("product", "attention"))]
-        assert len(lines) == 12 and all("1.00" in line for line in lines) and "_accept_kernel" in out
+    counted = subprocess.run([sys.executable, ROOT / "tests" / "counts.py"], capture_output=True, text=True, check=True)
+    lines = [line.split() for line in counted.stdout.splitlines() if line.startswith(("product", "attention"))]
+    assert len(lines) == 12 and all("1.00" in line for line in lines)
     asked = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         bench.subprocess, "run", lambda argv, **how: asked.append(argv) or SimpleNamespace(returncode=3)
     )
-    assert bench.main(["kernels"]) == bench.main(["gpu-check", "--only", "law"]) == 3
-    assert [argv[1].name for argv in asked] == ["gpu_check.py"] * 2 and asked[1][2:] == ["--only", "law"]
+    for there, scripts in ((False, ["counts.py", "aot.py"]), (True, ["gpu_check.py"])):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        asked.clear()
+        assert bench.main(["kernels"]) == 3 and [argv[1].name for argv in asked] == scripts
+    assert bench.main(["gpu-check", "--only", "law"]) == 3 and asked[-1][2:] == ["--only", "law"]
