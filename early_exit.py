@@ -83,11 +83,15 @@ class Depths:
         x = self.batch.model.embed(ids, positions)
         return [x[i, : len(t)] for i, t in enumerate(tokens)]
 
-    def run(self, rows: list[int], segment: int, arriving: list[torch.Tensor]) -> list[torch.Tensor]:
+    def run(
+        self, rows: list[int], segment: int, arriving: list[torch.Tensor], end: int | None = None
+    ) -> list[torch.Tensor]:
         """Push the arriving hidden rows (n, C), behind those parked here, through a segment: hidden rows per row.
 
-        A row for which nothing arrives and nothing is parked takes no part.
+        A row for which nothing arrives and nothing is parked takes no part. Up to segment end - 1 where there is an end: then
+        nothing may be parked on the way.
         """
+        end = segment + 1 if end is None else end
         joined = [
             x if self.parked[row][segment] is None else torch.cat((self.parked[row][segment], x))
             for row, x in zip(rows, arriving)
@@ -99,19 +103,21 @@ class Depths:
         x = joined[going[0]][None] if len(going) == 1 else pad([joined[i] for i in going])
         starts = [self.computed[row][segment] for row in live]
         _, positions = pack([[0] * n for n in lengths], starts, x.device)
-        first, last = self.bounds[segment], self.bounds[segment + 1]
+        first, last = self.bounds[segment], self.bounds[end]
         x = self.batch.model.run_layers(x, self.batch.rows_cache(live), positions, first, last)
         for i, (row, n) in enumerate(zip(live, lengths)):
             joined[going[i]] = x[i, :n]
-            self.computed[row][segment] += n
+            self.computed[row][segment:end] = [starts[i] + n] * (end - segment)
             self.parked[row][segment] = None
             self.layer_passes[row] += last - first
         return joined
 
     def deepen(self, rows: list[int], arriving: list[torch.Tensor]) -> list[torch.Tensor]:
         """Flush: everything that arrives or is parked goes through all segments, to the full depth."""
-        for segment in range(self.n_segments):
-            arriving = self.run(rows, segment, arriving)
+        waits = [any(self.parked[row][segment] is not None for row in rows) for segment in range(self.n_segments)]
+        starts = [segment for segment, parked in enumerate(waits) if parked or segment == 0]
+        for segment, end in zip(starts, [*starts[1:], self.n_segments]):  # a call per segment would only cost time
+            arriving = self.run(rows, segment, arriving, end)
         return arriving
 
     def descend(self, rows: list[int], tokens: list[list[int]], ask) -> Iterator[tuple[int, list[int], torch.Tensor]]:

@@ -228,7 +228,10 @@ class ExitDrafter:
         for part, (exit_layer, (prior, cost)) in enumerate(self.known.items()):
             found.append(Plan(f"exit {exit_layer}", [(part, None)] * len(rows), True, prior, cost))
         if len(found) > 1:
-            found.append(found[0]._replace(name="exits", offers=[(len(found), None)] * len(rows)))
+            # what leaves early is sure: right about as often as the deepest exit, at a cost between theirs
+            prior, cost = found[-1].prior, sum(plan.cost for plan in found) / len(found)
+            offers = [(len(found), None)] * len(rows)
+            found.append(found[0]._replace(name="exits", offers=offers, prior=prior, cost=cost))
         return found
 
     def follow(self, offers: dict[int, tuple | None]) -> None:

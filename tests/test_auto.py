@@ -208,6 +208,10 @@ def test_automatic_lengths_begin_with_what_the_solver_makes_of_the_stored_accept
         sampling = SamplingParams(8, temperature)
         speculative_generate(model, ExitDrafter(model, (1, 2, 3)), [[1, 2]], sampling, "auto", "coupled")
         assert next(found for found in firsts if found[1]) == (best, best)
+    drafter = ExitDrafter(model, (1, 2))
+    speculative_generate(model, drafter, [[1, 2]], SamplingParams(2, 0.0), "auto")
+    first, second, both = drafter.plans([0])
+    assert (both.name, both.prior, both.cost) == ("exits", 0.99, pytest.approx((first.cost + second.cost) / 2))
     small = tiny_model(n_layer=1, exit_layers=())
     for kept, expected in (({"greedy": 0.8, "sampled": 0.5}, [0.8, 0.5, 0.8]), ({}, [auto.GUESS] * 3)):
         small.acceptance, drafter, found = kept, ModelDrafter(small), []

@@ -405,6 +405,23 @@ def test_caches_after_rejections_equal_those_of_a_fresh_prefill(arch):
                 assert torch.allclose(got, expected[:, :n], rtol=0, atol=1e-10)
 
 
+def test_verification_stops_only_where_drafts_wait(monkeypatch):
+    """Drafts leave at exits 1 and 2: no pass is split at exit 3, where none does, and the caches are whole."""
+    model, sampling, calls = tiny_model(seed=3), SamplingParams(20, 0.0), []
+    run_layers = model.run_layers
+    monkeypatch.setattr(model, "run_layers", lambda *args: calls.append(args[-2:]) or run_layers(*args))
+    drafter = ExitDrafter(model, (1, 2, 3), threshold=[0.5, 0.0, 0.0])
+    outs = speculative_generate(model, drafter, PROMPTS[:2], sampling, 3)
+    assert (2, 4) in calls and not any(3 in layers for layers in calls)
+    assert [out.tokens for out in outs] == [out.tokens for out in generate(model, PROMPTS[:2], sampling)]
+    for row, (prompt, out) in enumerate(zip(PROMPTS, outs)):
+        tokens = prompt + out.tokens
+        _, k, v = true_states(model, tokens)
+        n = len(tokens) - 6
+        for got, expected in zip(cached(model.caches[0], row, n), (k, v)):
+            assert torch.allclose(got, expected[:, :n], rtol=0, atol=1e-10)
+
+
 class Reader:
     """What a model has read, position by position: fails when a position is skipped, or read again to no purpose."""
 
