@@ -28,6 +28,7 @@ BELIEF = 2.0  # judged drafts that the first guess of an acceptance counts for
 KEPT = 7  # measured rounds of each length that its cost is the median of
 FRESH = 64  # rounds after which what was measured is old: the context has grown
 BINS = 5  # of the drafter's confidence
+KEEN = 0.6  # share of its cost that one more draft must promise: chances are guessed low, and a draft left out teaches nothing
 
 
 def speedup(alpha: float, k: int, draft_cost: float, verify_cost: float = 1.0) -> float:
@@ -256,6 +257,7 @@ class DraftLength:
         """Whether every row can pay for a round whose drafts all fall."""
         plain, (fixed, each) = self.costs.plain, self.costs.line(self.part(plan), plan.cost)
         loss = fixed + k * each - plain
+        loss *= 2 if loss > 0 else 1  # at most half of what is left, so that a bad beginning leaves something to go on with
         return all(self.account[row] + loss <= PRICE * self.plain_seconds[row] + grace * plain for row in rows)
 
     def more(self, rows: list[int], confidences: list[list[float]]) -> bool:
@@ -265,7 +267,7 @@ class DraftLength:
             seen = self.of(row, (part, None))
             chance = math.prod(seen.of(sure[i]) for sure in confidences)
             gain += chance * seen.at(min(n, MAX_DRAFT - 1))
-        return gain >= self.best_rate * self.costs.line(part, self.plan.cost)[1]
+        return gain >= KEEN * self.best_rate * self.costs.line(part, self.plan.cost)[1]
 
     def learn(
         self, rows: list[int], n_drafted: list[int], n_accepted: list[int], draft_seconds: float, verify_seconds: float,
