@@ -76,6 +76,8 @@ class BenchConfig:
     model: str = flag("stdlib", "the target: whatever sample.py --model takes, or random:SHAPE[:LAYERS]")
     draft: str | None = flag(None, "none, a draft head or a small model; its speed matters as much as its acceptance (what is "
                              "bundled for the model)", parse=str)  # fmt: skip
+    draft_quantize: str | None = flag(None, "int8 or int4: a cheaper drafter, which need not be exact; draft heads of a quantised model "
+                                      "are int8 by themselves", ("int8", "int4"), parse=str)  # fmt: skip
     variants: tuple[str, ...] = flag((), "dtypes, int8 or int4 (with bfloat16), of which the first is what all are compared with "
                                      "(--dtype alone)", parse=listed(str))  # fmt: skip
     peers: tuple[str, ...] = flag((), "transformers, llama.cpp, vllm, where they are installed: the same weights, their own loops, "
@@ -203,9 +205,11 @@ def load_drafter(config: BenchConfig, variant: str, model: GPT, tokenizer: Token
     elif name.startswith(RANDOM):
         drafter = ModelDrafter(synthetic.random_model(name.removeprefix(RANDOM), config.device, dtype).pack())
     elif is_draft_head(name):
-        drafter = HeadDrafter(model, find_heads(name), "int8" if variant in QUANTISED else None)
+        drafter = HeadDrafter(
+            model, find_heads(name), config.draft_quantize or ("int8" if variant in QUANTISED else None)
+        )
     else:
-        draft_model, draft_tokenizer = load_checkpoint(name, config.device, dtype)
+        draft_model, draft_tokenizer = load_checkpoint(name, config.device, dtype, config.draft_quantize)
         check_pair(config.model, tokenizer, name, draft_tokenizer)
         drafter = ModelDrafter(draft_model.pack())
     if config.synthetic_acceptance:
