@@ -76,6 +76,8 @@ class BenchConfig:
     model: str = flag("stdlib", "the target: whatever sample.py --model takes, or random:SHAPE[:LAYERS]")
     draft: str | None = flag(None, "none, a draft head or a small model; its speed matters as much as its acceptance (what is "
                              "bundled for the model)", parse=str)  # fmt: skip
+    draft_quantize: str | None = flag(None, "int8 or int4: a cheaper drafter, which need not be exact; draft heads of a quantised model "
+                                      "are int8 by themselves", ("int8", "int4"), parse=str)  # fmt: skip
     variants: tuple[str, ...] = flag((), "dtypes, int8 or int4 (with bfloat16), of which the first is what all are compared with "
                                      "(--dtype alone)", parse=listed(str))  # fmt: skip
     peers: tuple[str, ...] = flag((), "transformers, llama.cpp, vllm, where they are installed: the same weights, their own loops, "
@@ -109,8 +111,8 @@ class BenchConfig:
     verify: str = flag("rejection", "coupled gives plain's tokens at any temperature", choices=("rejection", "coupled"))
     max_disagreement: float = flag(0.02, "gate of early exit without a certificate: share of tokens that may differ")
     max_nats: float = flag(0.05, "gate of early exit: what a token's negative log-likelihood may rise by")
-    synthetic_acceptance: float | None = flag(None, "drafts that are right with this probability, for random weights; --draft "
-                                              "random:SHAPE adds the cost of drafting", parse=float)  # fmt: skip
+    synthetic_acceptance: tuple[float, ...] = flag((), "drafts that are right with this probability; 1,0: that turn from right to "
+                                                   "wrong half-way; --draft adds the cost of drafting", parse=listed(float))  # fmt: skip
     device: str = flag("auto", "cpu, cuda, or auto")
     dtype: str = flag("auto", "float32 or bfloat16; auto is float32 on a CPU")
     threads: int = flag(0, "CPU threads; 0 leaves torch's choice")
@@ -140,7 +142,7 @@ class BenchConfig:
         check_thresholds(self.exit_threshold, self.exit_threshold)
         if any(k != "auto" and k < 0 for k in self.draft_len):
             raise ValueError(f"--draft-len is {self.draft_len}: each must be an integer >= 0, or auto")
-        if self.synthetic_acceptance is not None and self.verify != "coupled" and max(self.temperature) > 0:
+        if self.synthetic_acceptance and self.verify != "coupled" and max(self.temperature) > 0:
             raise ValueError(
                 "--synthetic-acceptance knows plain decoding's text: choose --verify coupled, or --temperature 0"
             )
@@ -203,12 +205,14 @@ def load_drafter(config: BenchConfig, variant: str, model: GPT, tokenizer: Token
     elif name.startswith(RANDOM):
         drafter = ModelDrafter(synthetic.random_model(name.removeprefix(RANDOM), config.device, dtype).pack())
     elif is_draft_head(name):
-        drafter = HeadDrafter(model, find_heads(name), "int8" if variant in QUANTISED else None)
+        drafter = HeadDrafter(
+            model, find_heads(name), config.draft_quantize or ("int8" if variant in QUANTISED else None)
+        )
     else:
-        draft_model, draft_tokenizer = load_checkpoint(name, config.device, dtype)
+        draft_model, draft_tokenizer = load_checkpoint(name, config.device, dtype, config.draft_quantize)
         check_pair(config.model, tokenizer, name, draft_tokenizer)
         drafter = ModelDrafter(draft_model.pack())
-    if config.synthetic_acceptance is not None:
+    if config.synthetic_acceptance:
         return synthetic.SyntheticDrafter(model, config.synthetic_acceptance, drafter)
     return drafter
 
@@ -479,7 +483,7 @@ def stack(config: StackConfig) -> dict:
     """Rows that each add one thing to the row before."""
     if (config.batch, config.temperature) != ((1,), (0.0,)):
         raise ValueError("stack decodes one prompt at a time, at temperature 0")
-    if config.synthetic_acceptance is not None:
+    if config.synthetic_acceptance:
         raise ValueError("stack is about real text: leave out --synthetic-acceptance")
     plain_loop, _ = load_checkpoint(config.model, config.device, "float32")
     full, half, small = (load_variant(config, name, "") for name in ("float32", "bfloat16", config.quantize))

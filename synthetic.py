@@ -6,6 +6,7 @@ What such a model says means nothing, so no figure of quality, and no acceptance
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -51,15 +52,17 @@ def random_model(name: str, device="auto", dtype="auto", quantize: str | None = 
 
 
 class SyntheticDrafter:
-    """Proposes the target's own next tokens, each with chance `acceptance`, and a wrong one else.
+    """Proposes the target's own next tokens, each with chance `acceptance`, and a wrong one else; of several acceptances each
+    holds for an equal part of the new text, so that 1, 0 is a drafter that turns from perfect to useless half-way.
 
     It has to be told the texts, `tell`, so what is verified must be plain decoding's text: greedy or coupled. A drafter beneath
     drafts too, at its cost, and is not listened to; without one a draft costs nothing.
     """
 
-    def __init__(self, target: GPT, acceptance: float, drafter=None, seed: int = 0):
-        if not 0 <= acceptance <= 1:
-            raise ValueError(f"--synthetic-acceptance is {acceptance}: it must be from 0 to 1")
+    def __init__(self, target: GPT, acceptance: Sequence[float], drafter=None, seed: int = 0):
+        for a in acceptance:
+            if not 0 <= a <= 1:
+                raise ValueError(f"--synthetic-acceptance is {a}: it must be from 0 to 1")
         self.target, self.acceptance, self.drafter, self.seed = target, acceptance, drafter, seed
         self.told: dict[tuple, tuple[list[int], list[bool]]] = {}
 
@@ -70,9 +73,10 @@ class SyntheticDrafter:
         if all(key in self.told for key in self.asked):
             return
         for key, prompt, out in zip(self.asked, prompts, generate(self.target, prompts, sampling)):
-            text = prompt + out.tokens
-            right = torch.rand(len(text), generator=torch.Generator().manual_seed(self.seed + len(self.told)))
-            self.told[key] = text, (right < self.acceptance).tolist()
+            text, n = prompt + out.tokens, len(out.tokens)
+            draw = torch.rand(n, generator=torch.Generator().manual_seed(self.seed + len(self.told))).tolist()
+            chances = [self.acceptance[i * len(self.acceptance) // n] for i in range(n)]
+            self.told[key] = text, [True] * len(prompt) + [x < chance for x, chance in zip(draw, chances)]
 
     def reset(self, prompts: list[list[int]]) -> None:
         self.rows, self.lengths = [self.told[key] for key in self.asked], [len(prompt) for prompt in prompts]

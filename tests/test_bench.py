@@ -493,7 +493,7 @@ def test_a_synthetic_drafter_is_right_as_often_as_asked_and_changes_nothing():
     model = tiny_model(poisoned=False)
     prompts, sampling = [[1, 2, 3], [5]], SamplingParams(50, 1.0, seed=4)
     for acceptance, alpha in ((0.0, 0.0), (1.0, 1.0), (0.7, 0.7)):
-        drafter = synthetic.SyntheticDrafter(model, acceptance, NGramDrafter())
+        drafter = synthetic.SyntheticDrafter(model, [acceptance], NGramDrafter())
         drafter.tell(prompts, sampling)
         outs = speculative_generate(model, drafter, prompts, sampling, 4, "coupled")
         assert [out.tokens for out in outs] == [out.tokens for out in generate(model, prompts, sampling)]
@@ -503,6 +503,16 @@ def test_a_synthetic_drafter_is_right_as_often_as_asked_and_changes_nothing():
         drafter.tell(prompts, longer)
         outs = speculative_generate(model, drafter, prompts, longer, 4, "coupled")
         assert acceptance < 1 or all(out.stats.alpha == 1.0 and out.stats.drafted > 25 for out in outs)
+
+
+def test_a_synthetic_drafter_turns_half_way():
+    model, prompts, sampling = tiny_model(poisoned=False), [[1, 2, 3], [5]], SamplingParams(40, 0.0)
+    drafter = synthetic.SyntheticDrafter(model, [1.0, 0.0])
+    drafter.tell(prompts, sampling)
+    for out in speculative_generate(model, drafter, prompts, sampling, 3):
+        assert out.sources[:20].count("draft") == 15 and "draft" not in out.sources[20:]
+    with pytest.raises(ValueError, match="is 1.5"):
+        synthetic.SyntheticDrafter(model, [0.5, 1.5])
 
 
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
