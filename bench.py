@@ -412,17 +412,18 @@ class SweepConfig(BenchConfig):
 
 
 def sweep_table(rows: list[dict]) -> str:
-    """For each drafter: speed to plain (predicted; acceptance) by drafts a round and temperature."""
-    rows = [row for row in rows if row["draft_len"] is not None]
-    temperatures, lines = sorted({row["temperature"] for row in rows}), []
-    for drafter, part in itertools.groupby(sorted(rows, key=lambda r: r["drafter"]), lambda row: row["drafter"]):
-        lines += ["", f"{drafter}: speed to plain (predicted, alpha)",
+    """For each drafter and batch: speed to plain (predicted, alpha) by drafts a round and temperature."""
+    temperatures, parts, lines = sorted({row["temperature"] for row in rows}), {}, []
+    for row in rows:
+        words = f"{row['ratio_to_plain']:.2f}x ({row['predicted_ratio']:.2f}, {row['alpha'] or 0:.2f})"
+        drafts = parts.setdefault((row["drafter"], row["batch"]), {}).setdefault(row["draft_len"], {})
+        drafts[row["temperature"]] = words
+    for (drafter, batch), by_length in parts.items():
+        lines += ["", f"{drafter}, batch {batch}: speed to plain (predicted, alpha)",
                   f"{'drafts':10}" + "".join(f"{f'temperature {t:g}':>24}" for t in temperatures)]  # fmt: skip
-        for k, line in itertools.groupby(sorted(part, key=lambda r: str(r["draft_len"])), lambda row: row["draft_len"]):
-            cells = {row["temperature"]: row for row in line}
-            shown = [f"{r['ratio_to_plain']:.2f}x ({r['predicted_ratio']:.2f}, {r['alpha'] or 0:.2f})"
-                     for r in (cells[t] for t in temperatures if t in cells)]  # fmt: skip
-            lines.append(f"{k!s:10}" + "".join(f"{x:>24}" for x in shown))
+        lines += [
+            f"{k!s:10}" + "".join(f"{line.get(t, '-'):>24}" for t in temperatures) for k, line in by_length.items()
+        ]
     return "\n".join(lines[1:])
 
 

@@ -473,7 +473,8 @@ def write_page(results: list[tuple[str, dict]], folder: str | Path) -> Path:
     for file, result in results:
         sweep, by_drafter = listed(result, "sweep"), {}
         for row in sweep:
-            by_drafter.setdefault(str(row.get("drafter")), []).append(row)
+            batch = f", batch {row['batch']}" if row.get("batch") is not None else ""
+            by_drafter.setdefault(f"{row.get('drafter')}{batch}", []).append(row)
         maps = [("sweep", heat_map(drafter, rows), "Sweep of K") for drafter, rows in by_drafter.items()]
         section(f"{file}: draft lengths and temperatures", maps, folded("All figures of the sweep", sweep))
         tables = {"what each step adds": listed(result, "stack"), "prediction": items(result, "predict")}

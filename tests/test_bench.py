@@ -428,6 +428,17 @@ def test_a_sweep_has_a_cell_for_each_number_of_drafts_and_temperature(model_fold
     assert f"{cell['ratio_to_plain']:.2f}x ({cell['predicted_ratio']:.2f}, {cell['alpha']:.2f})" in out
 
 
+def test_no_cell_of_a_sweep_stands_in_the_place_of_another():
+    """Batches have tables of their own, 10 drafts come behind 2, and what was not measured leaves its place empty."""
+    cells = [(1, 2, 0.0), (1, 10, 0.0), (1, 10, 1.0), (1, 2, 0.5), (4, 2, 1.0)]
+    rows = [{"drafter": "head", "batch": b, "draft_len": k, "temperature": t, "ratio_to_plain": b + k + t,
+             "predicted_ratio": 1.0, "alpha": None} for b, k, t in cells]  # fmt: skip
+    lines = [line.split() for line in bench.sweep_table(rows).replace(" (1.00, 0.00)", "").splitlines()]
+    assert lines[0][:3] == ["head,", "batch", "1:"] and lines[5][:3] == ["head,", "batch", "4:"]
+    assert lines[2:4] == [["2", "3.00x", "3.50x", "-"], ["10", "11.00x", "-", "12.00x"]]
+    assert lines[7] == ["2", "-", "-", "7.00x"]
+
+
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_the_baseline_of_the_stack_says_what_the_engine_says(arch):
     """Written apart from the model, from its weights: the same greedy text, so its speed is that of the same work."""
