@@ -129,6 +129,8 @@ class BenchConfig:
                     raise ValueError(f"--{name.replace('_', '-')} is {x}: it must be from {least} to {most}")
         if self.out and (not Path(self.out).absolute().parent.is_dir() or Path(self.out).is_dir()):
             raise ValueError(f"--out {self.out}: it must be a file in a folder that is there")
+        if self.report and Path(self.report).exists() and not Path(self.report).is_dir():
+            raise ValueError(f"--report {self.report}: it must be a folder, or not be there yet")
         for name in ("batch", "temperature", "draft_len"):
             if not getattr(self, name):
                 raise ValueError(f"--{name.replace('_', '-')} is empty: give at least one")
@@ -376,9 +378,7 @@ def other_engines(config: BenchConfig, variant: Variant) -> dict[str, peers.Peer
     """The peers that are there; a line on stderr for each that is not."""
     if not config.peers or 0 not in config.temperature:
         return {}
-    draft = "stdlib-draft" if config.model == "stdlib" else None
-    if isinstance(variant.drafter, ModelDrafter) and config.draft:
-        draft = config.draft
+    draft = (config.draft or "stdlib-draft") if isinstance(variant.drafter, ModelDrafter) else None
     found, missing = peers.start(
         config.peers, model=config.model, draft=draft, dtype=config.variants[0], threads=torch.get_num_threads(),
         device=variant.model.device.type,
@@ -583,7 +583,8 @@ class PredictConfig:
             self.shares = {int(e): float(share) for e, share in (part.split(":") for part in self.exits.split(","))}
         except ValueError:
             raise ValueError(f"--exits is {self.exits!r}: give layers:share,layers:share") from None
-        if not all(0 < e <= self.layers for e in self.shares) or abs(sum(self.shares.values()) - 1) > 1e-6:
+        sound = all(0 < e <= self.layers and 0 <= share <= 1 for e, share in self.shares.items())
+        if not sound or abs(sum(self.shares.values()) - 1) > 1e-6:
             raise ValueError(f"--exits is {self.exits!r}: layers from 1 to {self.layers}, and shares that add up to 1")
 
 
@@ -609,11 +610,11 @@ def predict(config: PredictConfig) -> dict:
 
 
 def predict_lines(config: PredictConfig, found: dict) -> str:
-    need = found["cost_for_2.5x"]
+    need = found["cost_for_2.5x"]  # None without drafts
     reach = (
         "no draft is cheap enough for 2.5x"
-        if (need or 0) < 0
-        else f"2.5x takes drafts of at most {need or 0:.3f} passes"
+        if need is None or need < 0
+        else f"2.5x takes drafts of at most {need:.3f} passes"
     )
     return f"""\
 speculation   acceptance {config.acceptance:g}, {config.draft_len} drafts: {found["tokens_per_round"]:.2f} tokens a round

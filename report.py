@@ -41,7 +41,7 @@ COLUMNS = (
     ("nll_difference", "NLL, nats", "+.4f", 1, "negative log-likelihood per token under the full model, less plain's"),
     ("pass_rate", "pass rate", "", 1, "tasks passed, and the difference to plain with its interval"),
     ("first_token_seconds", "first, ms", ".1f", 1e3, "time to the first token"),
-    ("token_seconds_p50", "p50, ms", ".1f", 1e3, "median time between tokens"),
+    ("token_seconds_p50", "p50, ms", ".1f", 1e3, "median time between tokens; those of one round come 0 apart"),
     ("token_seconds_p95", "p95, ms", ".1f", 1e3, "time between tokens that 95% stay below"),
     ("time_shares", "draft, verify, other %", ".0f", 100, "where the time goes"),
     ("bandwidth_share", "memory %", ".0f", 100, "of the memory speed measured on this machine"),

@@ -304,6 +304,7 @@ def test_a_real_interrupt_ends_a_run_within_a_token(model_folder, capsys):
         ["--max-disagreement", "2"],
         ["--threads", "-1"],
         ["--out", "/nosuch/result.json"],
+        ["--report", __file__],
         ["--device", "mps"],
         ["--draft", "stranger"],
         ["--prompts", "prompts.json:nosuch"],
@@ -357,8 +358,9 @@ class FakePeer:
 
 def test_a_peer_stands_beside_the_modes_and_its_absence_is_one_line(model_folder, capsys, monkeypatch):
     """What another engine does not tell is no figure; it is compared at temperature 0, in batches that it can decode."""
-    peer = FakePeer()
-    monkeypatch.setattr(peers, "start", lambda names, **how: ({"floor 1.0": peer}, ["transformers: pip install it"]))
+    peer, asked = FakePeer(), []
+    said = {"floor 1.0": peer}, ["transformers: pip install it"]
+    monkeypatch.setattr(peers, "start", lambda names, **how: asked.append(how["draft"]) or said)
     flags = ["--peers", "transformers,floor", "--only", "plain", "--batch", "1,2", "--temperature", "0,1"]
     status, out, err = call(model_folder, capsys, *flags)
     rows = {(row["batch"], row["temperature"], row["mode"]): row for row in result_of(out)["rows"]}
@@ -367,6 +369,8 @@ def test_a_peer_stands_beside_the_modes_and_its_absence_is_one_line(model_folder
     assert row["tokens_per_second"] == pytest.approx(2.0) and row["equal"] < 1
     assert row["tokens_per_target_pass"] is None and row["gate"] is None and row["predicted_ratio"] is None
     assert "transformers: pip install it" in err and "fake: one prompt at a time: left out" in err and peer.closed
+    call(model_folder, capsys, *ONE, *flags[:4], "--draft", "none")
+    assert asked == [str(model_folder / "drafter"), None]  # it drafts with what ours draft with
 
 
 def test_variants_are_compared_with_the_first_and_keep_their_own_text(model_folder, capsys):
@@ -488,10 +492,13 @@ def test_the_calculator_has_the_figures_that_people_quote(capsys):
     assert bench.main(["predict", "--acceptance", "0.3", "--cost", "0.6"]) == 0
     out = capsys.readouterr().out
     assert result_of(out)["predict"]["best_draft_len"] == 0 and "no draft is cheap enough" in out
+    assert bench.main(["predict", "--draft-len", "0"]) == 0 and "at most" not in capsys.readouterr().out
     for wrong in (
         ["--acceptance", "2"],
         ["--exits", "8:0.5"],
         ["--exits", "x"],
+        ["--exits", "8:nan"],
+        ["--exits", "8:-1,16:2"],
         ["--exits", "99:1"],
         ["--draft-len", "-1"],
     ):
