@@ -257,9 +257,7 @@ class DraftLength:
         """Whether every row can pay for a round whose drafts all fall."""
         plain, (fixed, each) = self.costs.plain, self.costs.line(self.part(plan), plan.cost)
         loss = fixed + k * each - plain
-        loss *= (
-            2 if loss > 0 else 1
-        )  # at most half of what is left, so that a bad beginning leaves something to go on with
+        loss *= 2 if loss > 0 else 1  # at most half of what is left: a bad beginning leaves something to go on with
         return all(self.account[row] + loss <= PRICE * self.plain_seconds[row] + grace * plain for row in rows)
 
     def more(self, rows: list[int], confidences: list[list[float]]) -> bool:

@@ -1,6 +1,7 @@
 """auto.py: how many drafts pay, on a clock of its own, and the promise that it is never much slower than plain decoding."""
 
 import random
+from collections import deque
 from statistics import mean
 
 import numpy as np
@@ -484,3 +485,31 @@ def test_a_drafter_stops_where_the_next_draft_is_not_worth_its_cost(kind, monkey
     outs = speculative_generate(model, drafter, [[1, 2], [3, 4, 5]], sampling, "auto")
     assert [out.tokens for out in outs] == plain
     assert all(len(out.stats.drafted_histogram) == 4 and out.stats.drafted_histogram[3] > 3 for out in outs)
+
+
+def with_costs(first: float, each: float) -> DraftLength:
+    """Of one row, in plain rounds' time: a round of k drafts takes first + k * each."""
+    length = DraftLength("auto", 1)
+    length.costs.verifying[0] = deque([1.0])
+    length.costs.lines = {0: (first, each)}
+    length.plan, length.best_rate = Plan("drafter", [(0, None)], True, 0.5), 1.0
+    return length
+
+
+def test_a_round_risks_at_most_half_of_what_is_left():
+    """Of five tokens' time two drafts may lose two, not three; behind that loss only one; so something is always left."""
+    length = with_costs(1.0, 1.0)
+    assert [length.affords([0], length.plan, k, grace=5.0) for k in (1, 2, 3)] == [True, True, False]
+    length.account[0] = 2.0
+    assert [length.affords([0], length.plan, k, grace=5.0) for k in (1, 2)] == [True, False]
+    cheap = with_costs(0.5, 0.1)  # a round that cannot lose is affordable whatever was lost
+    cheap.account[0] = 5.1
+    assert cheap.affords([0], cheap.plan, 1, grace=5.0)
+
+
+@pytest.mark.parametrize("each, wanted", [(0.2, True), (0.4, True), (0.45, False), (1.0, False)])
+def test_one_more_draft_is_made_where_it_promises_enough_of_its_cost(each, wanted):
+    """Both drafts hold with chance 0.25: worth a cost of 0.25 / 0.6 tokens' time, and no more."""
+    length = with_costs(1.0, each)
+    length.of(0, (0, None), 0.5)
+    assert length.more([0], [[0.5]]) is wanted
