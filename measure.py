@@ -282,9 +282,7 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     prompts = [prompt for group in groups for prompt in group.prompts]
     total, n_tokens = add_up(run.stats for run in runs), sum(len(run.tokens) for run in runs)
     seconds = statistics.median(x for found in ours for x in found.seconds)
-    batches = [
-        batch for found in ours for batch in found.timed
-    ]  # all times are of these, which warm up and audit nothing
+    batches = [batch for found in ours for batch in found.timed]  # all times are theirs: they warm up and audit nothing
     timed = [run.stats for batch in batches for run in batch]
     firsts = [s.first_token_seconds for s in timed if s.first_token_seconds is not None]
     between = percentiles([t for s in timed for t in s.token_seconds[1:]])

@@ -578,3 +578,15 @@ def test_kernels_are_counted_without_a_gpu_and_timed_with_one(monkeypatch):
         asked.clear()
         assert bench.main(["kernels"]) == 3 and [argv[1].name for argv in asked] == scripts
     assert bench.main(["gpu-check", "--only", "law"]) == 3 and asked[-1][2:] == ["--only", "law"]
+
+
+def test_layers_that_a_run_launches_are_counted_without_its_prompts():
+    """Five tokens run the layers five times, whatever the prompt's length and however many rows share a pass."""
+    model, sampling = tiny_model(), SamplingParams(5, 0.0)
+    mode = measure.Mode(
+        lambda prompts, sampling: generate(model, prompts, sampling), measure.Variant("", model, None, None)
+    )
+    for prompts in ([[1, 2, 3]], [[7]], [[1, 2, 3, 4], [5]]):
+        runs, n_layer_runs = measure.watched(mode, prompts, sampling)
+        assert n_layer_runs == 5 * model.config.n_layer and len(runs) == len(prompts)
+    assert "run_layers" not in vars(model)
