@@ -174,19 +174,21 @@ def environment() -> dict:
 # ------------------------------------------------------------------------------------------------------------- the modes
 
 
+def load_target(config: BenchConfig, name: str) -> tuple[GPT, Tokenizer | None]:
+    """The target as it was stored, in a dtype or quantised under bfloat16 activations; random weights have no tokenizer."""
+    quantize = name if name in QUANTISED else None
+    how = (config.device, "bfloat16" if quantize else name, quantize)
+    if config.model.startswith(RANDOM):
+        return synthetic.random_model(config.model.removeprefix(RANDOM), *how), None
+    model, tokenizer = load_checkpoint(config.model, *how)
+    if tokenizer is None:
+        raise ValueError(f"--model {config.model}: it has no tokenizer to read text with")
+    return model, tokenizer
+
+
 def load_variant(config: BenchConfig, name: str, label: str) -> Variant:
     """The target with the exit heads that come with it, packed, and its drafter."""
-    quantize = name if name in QUANTISED else None
-    dtype = "bfloat16" if quantize else name
-    if config.model.startswith(RANDOM):
-        model, tokenizer = (
-            synthetic.random_model(config.model.removeprefix(RANDOM), config.device, dtype, quantize),
-            None,
-        )
-    else:
-        model, tokenizer = load_checkpoint(config.model, config.device, dtype, quantize)
-        if tokenizer is None:
-            raise ValueError(f"--model {config.model}: it has no tokenizer to read text with")
+    model, tokenizer = load_target(config, name)
     heads = None if model.config.exit_layers else bundled_heads(model, EXIT_HEADS)
     if heads:
         load_heads(model, find_heads(heads))
@@ -275,10 +277,7 @@ def perplexities(config: BenchConfig) -> list[dict]:
         raise ValueError(f"--model {config.model}: random weights read no text")
     rows, reference = [], None
     for name in config.variants:
-        quantize = name if name in QUANTISED else None
-        model, tokenizer = load_checkpoint(config.model, config.device, "bfloat16" if quantize else name, quantize)
-        if tokenizer is None:
-            raise ValueError(f"--model {config.model}: it has no tokenizer to read text with")
+        model, tokenizer = load_target(config, name)
         length = min(256, model.config.block_size)
         ids = tokenizer.encode("\n".join(topics.values())[: 16 * 8 * length])[: 16 * length]
         reference = reference or model
