@@ -76,8 +76,8 @@ class BenchConfig:
     model: str = flag("stdlib", "the target: whatever sample.py --model takes, or random:SHAPE[:LAYERS]")
     draft: str | None = flag(None, "none, a draft head or a small model; its speed matters as much as its acceptance (what is "
                              "bundled for the model)", parse=str)  # fmt: skip
-    draft_quantize: str | None = flag(None, "int8 or int4: a cheaper drafter, which need not be exact; draft heads of a quantised model "
-                                      "are int8 by themselves", ("int8", "int4"), parse=str)  # fmt: skip
+    draft_quantize: str | None = flag(None, "int8 or int4: a cheaper drafter, which need not be exact (draft heads: int8 in bfloat16 on "
+                                      "a CPU or of a quantised model, else none)", ("none", "int8", "int4"), parse=str)  # fmt: skip
     variants: tuple[str, ...] = flag((), "dtypes, int8 or int4 (with bfloat16), of which the first is what all are compared with "
                                      "(--dtype alone)", parse=listed(str))  # fmt: skip
     peers: tuple[str, ...] = flag((), "transformers, llama.cpp, vllm, where they are installed: the same weights, their own loops, "
@@ -176,7 +176,7 @@ def environment() -> dict:
 
 def load_target(config: BenchConfig, name: str) -> tuple[GPT, Tokenizer | None]:
     """The target as it was stored, in a dtype or quantised under bfloat16 activations; random weights have no tokenizer."""
-    quantize = name if name in QUANTISED else None
+    quantize = name if QUANTISED.get(name) else None
     how = (config.device, "bfloat16" if quantize else name, quantize)
     if config.model.startswith(RANDOM):
         return synthetic.random_model(config.model.removeprefix(RANDOM), *how), None
@@ -196,10 +196,10 @@ def load_variant(config: BenchConfig, name: str, label: str) -> Variant:
         raise ValueError(f"--exit-layer is {config.exit_layer}: the exits are {model.config.exit_layers}")
     if config.exit_threshold and not model.config.exit_layers:
         raise ValueError(f"--exit-threshold is {config.exit_threshold}: this model has no exits")
-    return Variant(label, model.pack(), tokenizer, load_drafter(config, name, model, tokenizer))
+    return Variant(label, model.pack(), tokenizer, load_drafter(config, model, tokenizer))
 
 
-def load_drafter(config: BenchConfig, variant: str, model: GPT, tokenizer: Tokenizer | None):
+def load_drafter(config: BenchConfig, model: GPT, tokenizer: Tokenizer | None):
     """What --draft names, or what is bundled for the model; None where there is nothing."""
     bundled = "stdlib-draft" if config.model == "stdlib" else bundled_heads(model, DRAFT_HEAD)
     name = bundled if config.draft is None else config.draft
@@ -209,9 +209,7 @@ def load_drafter(config: BenchConfig, variant: str, model: GPT, tokenizer: Token
     elif name.startswith(RANDOM):
         drafter = ModelDrafter(synthetic.random_model(name.removeprefix(RANDOM), config.device, dtype).pack())
     elif is_draft_head(name):
-        drafter = HeadDrafter(
-            model, find_heads(name), config.draft_quantize or ("int8" if variant in QUANTISED else None)
-        )
+        drafter = HeadDrafter(model, find_heads(name), config.draft_quantize)
     else:
         draft_model, draft_tokenizer = load_checkpoint(name, config.device, dtype, config.draft_quantize)
         check_pair(config.model, tokenizer, name, draft_tokenizer)

@@ -41,7 +41,7 @@ from tokenizer import Inexpressible, Tokenizer, read_json, save_tokenizer
 
 BUNDLED = Path(__file__).resolve().parent / "checkpoints"
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-QUANTISED = {None: None, "int8": 8, "int4": 4}
+QUANTISED = {None: None, "none": None, "int8": 8, "int4": 4}
 BLOCK = 2**16  # elements that are read at a time: small ones leave few holes in the heap between the weights that stay
 
 
@@ -326,7 +326,7 @@ def load_checkpoint(name_or_path, device="auto", dtype="auto", quantize=None) ->
         "weights": model.fingerprint,
         "heads": heads_fingerprint(config, heads),
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "quantize": quantize,
+        "quantize": quantize if QUANTISED[quantize] else None,
     }
     model.certificates = read_certificates(path) if config.exit_layers and path.is_dir() else []
     model.acceptance = read_acceptance(read_json(path / "config.json")) if path.is_dir() else {}

@@ -200,7 +200,7 @@ class Clock:
 
 def loaded(options: dict, name: str, device: str | None = None) -> GPT:
     """A model for engines that know no quantisation of ours."""
-    if options["dtype"] in QUANTISED:
+    if QUANTISED.get(options["dtype"]):
         raise ValueError(f"it cannot have {options['dtype']} weights: give a dtype")
     return load_checkpoint(name, device or options["device"], options["dtype"])[0]
 
@@ -371,7 +371,7 @@ def vllm_modes(options: dict) -> dict[str, Decode]:
 
 def floor_modes(options: dict) -> dict[str, Decode]:
     """No decoder: memory of the size of the weights that a token needs, read once a step. No loop can be faster."""
-    bits = options["dtype"] if options["dtype"] in QUANTISED else None
+    bits = options["dtype"] if QUANTISED.get(options["dtype"]) else None
     model, _ = load_checkpoint(options["model"], options["device"], "bfloat16" if bits else options["dtype"], bits)
     model.set_exits(())
     model.position_embedding = None

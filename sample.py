@@ -89,8 +89,8 @@ class Config:
                              "first that can (what is bundled for the model, else ngram; --mode auto: ngram and that)", parse=str)  # fmt: skip
     draft_quantize: str | None = flag(
         None,
-        "the same for the drafter, which need not be exact; draft heads of a quantised model are int8 by themselves",
-        ("int8", "int4"),
+        "the same for the drafter, which need not be exact (draft heads: int8 in bfloat16 on a CPU or of a quantised model, else none)",
+        ("none", "int8", "int4"),
         parse=str,
     )
     exits: str | None = flag(None, "folder of exit heads for the model (those bundled for it, else its own)", parse=str)
@@ -310,7 +310,7 @@ class Session:
             layers = config.exit_layer or (exits if "auto" in (config.mode, config.draft_len) else exits[:1])
             return ExitDrafter(self.model, layers, confidence=config.confidence)
         if is_draft_head(name):
-            return HeadDrafter(self.model, find_heads(name), config.draft_quantize or config.quantize and "int8")
+            return HeadDrafter(self.model, find_heads(name), config.draft_quantize)
         model, theirs = self.load(name, config.draft_quantize)
         check_pair(config.model, self.tokenizer, name, theirs)
         drafter = ModelDrafter(self.pack(model))

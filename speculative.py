@@ -288,7 +288,7 @@ class HeadDrafter:
         further drafts     (u, d) ...         its own output u takes the place of the hidden state behind c
 
     path is a folder that train_exit_heads.py --stage drafter wrote, or a model.DraftHead. quantize "int8" or "int4" makes it cheaper:
-    what it drafts is verified anyway.
+    what it drafts is verified anyway. None: int8 where the target is quantised, and in bfloat16 on a CPU; "none": as it is.
     """
 
     wants_hidden = True
@@ -297,6 +297,10 @@ class HeadDrafter:
 
     def __init__(self, model: GPT, path, quantize: str | None = None):
         self.model = model
+        if quantize is None and (
+            model.identity.get("quantize") or (model.device.type == "cpu" and model.dtype == torch.bfloat16)
+        ):
+            quantize = "int8"
         self.head = path if isinstance(path, DraftHead) else load_draft_head(model, path, quantize)
         config, self.prior = self.head.config, self.head.acceptance
         fuse = 2 * config.n_embd**2

@@ -16,6 +16,7 @@ import torch
 import train_exit_heads
 from checkpoint import Tokenizer, load_checkpoint, load_heads, save_checkpoint
 from decode import SamplingParams, generate
+from kernels import QuantizedWeight
 from speculative import HeadDrafter, speculative_generate
 from train_exit_heads import (
     TrainConfig,
@@ -207,6 +208,11 @@ def test_exit_heads_begin_as_the_final_head_and_learn_beside_a_frozen_target(tex
     assert rows[-1]["kl_0"] < rows[0]["kl_0"] and rows[-1]["kl_2"] < rows[0]["kl_2"]
     model, sampling = load_checkpoint(target, dtype="float64")[0], SamplingParams(20, temperature=0)
     drafter = HeadDrafter(model, tmp_path / "drafter", quantize="int8")
+    weights = {  # what it becomes by itself: on a CPU, int8 pays in bfloat16
+        (dtype, asked): HeadDrafter(load_checkpoint(target, dtype=dtype)[0], tmp_path / "drafter", asked).head.fuse.weight
+        for dtype in ("float32", "bfloat16") for asked in (None, "none")
+    }  # fmt: skip
+    assert [key for key, weight in weights.items() if isinstance(weight, QuantizedWeight)] == [("bfloat16", None)]
     outs = speculative_generate(model, drafter, [[5, 6, 7]], sampling)
     assert outs[0].tokens == generate(model, [[5, 6, 7]], sampling)[0].tokens and outs[0].stats.drafted > 0
     flags[-3] = tmp_path / "elsewhere"
