@@ -330,6 +330,9 @@ class Sampler:
 
     def verify(self, rows, logits, drafts, draft_logits, n_drafted: list[int]):
         """Judge drafts (B, K) on the target's logits (B, K+1, V): lists of tokens, n_accepted, log-probabilities per row."""
+        if drafts.shape[1] == 0:  # the same token, at a plain step's price
+            tokens, log_probs = self.sample(rows, logits[:, 0])
+            return [[token] for token in tokens], [0] * len(rows), [[log_prob] for log_prob in log_probs]
         logits = self.penalised(rows, logits, drafts)
         if draft_logits is not None:
             draft_logits = kernels.fit_vocabulary(draft_logits, self.vocab_size)

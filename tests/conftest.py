@@ -2,6 +2,7 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 torch.set_num_threads(1)  # tiny operations: a second thread only waits
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would its children
 
 # Triton decides when a function is decorated whether it is interpreted, so the kernels are imported under the variable.
 # Then it goes: impl="auto" on CPU tensors is the reference again, and impl="triton" the interpreted kernel.

@@ -84,7 +84,6 @@ def records(capsys, *arguments) -> list[dict]:
 
 def start(*arguments, **options) -> subprocess.Popen:
     """The real command."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would its children
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **options.pop("env", {})}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment} | options
     return subprocess.Popen([sys.executable, SCRIPT, *map(str, arguments)], **options)
