@@ -512,11 +512,8 @@ def memory_plan(models: list[Planned], batch: int, context: int) -> dict[str, in
     for model in models:
         config, size = model.config, model.dtype.itemsize
         parts[f"{model.name}: weights"] = weight_bytes(model)
-        cached = model.cache_dtype or model.dtype
-        with torch.device("meta"):
-            cache = KVCache(config, batch, min(context, config.block_size), dtype=cached, device="meta")
-        kept = [cache.k, cache.v, *([] if cache.k_scale is None else [cache.k_scale, cache.v_scale])]
-        parts[f"{model.name}: keys and values"] = sum(x.numel() * x.element_size() for x in kept)
+        length, cached = min(context, config.block_size), model.cache_dtype or model.dtype
+        parts[f"{model.name}: keys and values"] = KVCache.n_bytes(config, batch, length, dtype=cached)
         widths = 4 * config.n_embd + (config.n_head + 2 * config.n_kv_head) * config.head_dim + 3 * config.n_hidden
         prefill = batch * min(context, PREFILL_CHUNK) * widths * size
         passes.append(max(prefill, batch * STEP_ROWS * config.vocab_size * (size + 12)))

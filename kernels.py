@@ -106,7 +106,7 @@ def philox_ref(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
     The last dimensions broadcast. A 32 x 32 bit product fits in int64 up to its sign bit, which the mask drops.
     """
-    shape = torch.broadcast_shapes(counter.shape[1:], key.shape[1:])
+    shape = torch.broadcast_tensors(counter[0], key[0])[0].shape  # torch.broadcast_shapes would import sympy: 0.4 s
     counter = counter.expand(4, *shape)
     expand = (2,) + (1,) * len(shape)
     multipliers = torch.tensor(_MULTIPLIERS, device=counter.device).view(expand)

@@ -112,6 +112,12 @@ class KVCache:
         pages = torch.arange(batch * max_pages, dtype=torch.int32, device=device)
         self.block_table = pages.view(batch, max_pages)
 
+    @staticmethod
+    def n_bytes(config: GPTConfig, batch: int, capacity: int, page_size=16, dtype=torch.float32) -> int:
+        """What a cache's keys, values and their scales take."""
+        heads = config.n_layer * batch * -(-capacity // page_size) * page_size * config.n_kv_head
+        return 2 * heads * (config.head_dim * dtype.itemsize + (4 if dtype == torch.int8 else 0))
+
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages of one layer: k, v (n_pages, page_size, G, D)."""
         return self.layers[layer]

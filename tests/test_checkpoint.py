@@ -691,8 +691,11 @@ def test_the_plan_counts_what_is_there(tmp_path, arch, quantize):
     held = {x.data_ptr(): x.nbytes for x in tensors if x is not None}
     plan = memory_plan([Planned("target", model.config, torch.bfloat16, quantize)], batch=3, context=20)
     assert sum(held.values()) <= plan["target: weights"] <= 1.15 * sum(held.values())
-    cache = model.new_cache(3, 20)
-    assert plan["target: keys and values"] == cache.k.nbytes + cache.v.nbytes
+    for model.cache_dtype in (None, torch.int8):
+        cache = model.new_cache(3, 20)
+        kept = [x.nbytes for x in (cache.k, cache.v, cache.k_scale, cache.v_scale) if x is not None]
+        planned = Planned("target", model.config, torch.bfloat16, quantize, model.cache_dtype)
+        assert memory_plan([planned], batch=3, context=20)["target: keys and values"] == sum(kept)
     assert read_config(tmp_path) == model.config
 
 

@@ -577,6 +577,16 @@ def test_ctrl_c_during_imports_is_silent(tmp_path):
     assert (process.returncode, out, err) == (130, b"", b"")
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_nothing_on_the_way_to_a_token_imports_sympy(folder, temperature):
+    """Some functions of PyTorch do: a third of a second each."""
+    code = "import sys, sample; sys.exit(sample.main(sys.argv[1:]) or 'sympy' in sys.modules)"
+    command = [sys.executable, "-c", code, *flags(folder, "--prompt", "ab", "--temperature", temperature)]
+    assert (
+        subprocess.run([*map(str, command)], cwd=Path(SCRIPT).parent, capture_output=True, check=False).returncode == 0
+    )
+
+
 def test_a_closed_pipe_is_a_silent_end(folder):
     process = start(*flags(folder, "--prompt", "-"), stdin=subprocess.PIPE)
     process.stdin.write(b"def g(")
