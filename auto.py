@@ -92,11 +92,21 @@ class Plan(NamedTuple):
     cost: float = 0.05  # of a draft, in passes of the target, before any was timed
 
 
+def costs_of(drafter) -> dict[int, dict]:
+    """What rounds with this drafter cost, by their number of rows: all that it keeps from one request to the next."""
+    return vars(drafter).setdefault("round_costs", {}) if hasattr(drafter, "__dict__") else {}
+
+
 class Costs:
     """Seconds of a round by its number of drafts: a line through what was measured lately, as one draft more costs less than
-    the noise of a measurement; plain rounds, which other operators may serve, have a number of their own."""
+    the noise of a measurement; plain rounds, which other operators may serve, have a number of their own.
 
-    def __init__(self):
+    before: what earlier requests measured, in plain rounds: of a draft by part, of a "row" more to verify. It is where this
+    one starts from, is kept up to date here, and holds nothing of a text.
+    """
+
+    def __init__(self, before: dict | None = None):
+        self.before = {} if before is None else before
         self.drafting: dict[int, dict[int, deque[float]]] = {}  # by part
         self.verifying: dict[int, deque[float]] = {}
         self.measured: dict[int, int] = {}  # in which round
@@ -112,12 +122,21 @@ class Costs:
             del self.measured[old], self.verifying[old]
             for kept in self.drafting.values():
                 kept.pop(old, None)
+        if k and 0 in self.verifying:
+            # no more than a plain round: what looked dearer by accident must stay cheap enough to be tried again
+            share = {"row": _line(self.verifying)[1]}
+            if self.drafting.get(part):
+                share[part] = _line({0: [0.0], **self.drafting[part]})[1]
+            self.before.update({name: min(seconds / self.plain, 1.0) for name, seconds in share.items()})
 
     def line(self, part: int, draft: float) -> tuple[float, float]:
-        """A round of k > 0 drafts takes first + k * second. draft: what one costs, in plain rounds, while none was timed."""
+        """A round of k > 0 drafts takes first + k * second. draft: what one costs, in plain rounds, while none was ever timed."""
         if part not in self.lines:
-            drafting = self.drafting.get(part) or {1: [draft * self.plain]}
-            self.lines[part] = tuple(map(sum, zip(_line({0: [0.0], **drafting}), _line(self.verifying))))
+            drafting = self.drafting.get(part) or {1: [self.before.get(part, draft) * self.plain]}
+            verifying = self.verifying
+            if not any(verifying):
+                verifying = verifying | {1: [(1 + self.before.get("row", 0.0)) * self.plain]}
+            self.lines[part] = tuple(map(sum, zip(_line({0: [0.0], **drafting}), _line(verifying))))
         return self.lines[part]
 
     @property
@@ -193,18 +212,23 @@ def _bin(confidence: float) -> int:
 class DraftLength:
     """The number of drafts to ask for: fixed, or "auto"; one number for all rows of a round, which share its cost.
 
-    lengths: what may be asked for. Rounds go ask, more .., learn.
+    lengths: what may be asked for; known: what rounds of so many rows cost in earlier requests (costs_of). Rounds go ask,
+    more .., learn.
     """
 
-    def __init__(self, draft_len: int | str, n_rows: int, lengths=range(MAX_DRAFT + 1)):
+    def __init__(self, draft_len: int | str, n_rows: int, lengths=range(MAX_DRAFT + 1), known: dict | None = None):
         self.fixed = None if draft_len == "auto" else draft_len
         self.lengths = sorted({0, *lengths})
         self.acceptance: list[dict[tuple[int, Hashable], Acceptance]] = [{} for _ in range(n_rows)]
         self.account = [0.0] * n_rows  # seconds lost against plain decoding, gains taken off
         self.plain_seconds = [0.0] * n_rows  # what plain decoding would have taken
-        self.costs, self.n_rows, self.round = Costs(), n_rows, 0
+        self.known = {} if known is None else known
+        self.costs, self.n_rows, self.round = self.new_costs(n_rows), n_rows, 0
         self.started: set[int] = set()  # parts that have drafted
         self.plan, self.reason, self.best_rate = Plan("", [(0, None)] * n_rows), "fixed", 0.0
+
+    def new_costs(self, n_rows: int) -> Costs:
+        return Costs(self.known.setdefault(n_rows, {}))
 
     def ask(self, rows: list[int], plans: list[Plan] | None = None) -> list[int]:
         """Drafts for the next round of each row; `plan` and `reason` then say how they are to be made, and why. A fixed number
@@ -218,7 +242,7 @@ class DraftLength:
 
     def _choose(self, rows: list[int], plans: list[Plan]) -> tuple[int, Plan, str]:
         if len(rows) != self.n_rows:  # a pass of fewer rows has other costs
-            self.costs, self.n_rows = Costs(), len(rows)
+            self.costs, self.n_rows = self.new_costs(len(rows)), len(rows)
         self.round += 1
         costs, nothing, plans = self.costs, plans[-1], [plan for plan in plans if any(plan.offers)]
         if len(costs.verifying.get(0, ())) < 2:

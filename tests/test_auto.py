@@ -124,7 +124,8 @@ def test_costs_are_lines_through_medians():
     costs.learn(0, 2, 0.4, 0.4, now=1)  # one measurement among many bends the line little
     assert costs.line(0, 0.1)[1] == pytest.approx(0.3, abs=0.01) and costs.plain == 1.2
     costs.learn(0, 0, 0.0, 1.0, now=4 * auto.FRESH + 2)
-    assert costs.line(0, 0.1) == pytest.approx((costs.plain, 0.1 * costs.plain))  # the rest is forgotten
+    assert not costs.drafting[0] and list(costs.verifying) == [0]  # the rest is forgotten
+    assert costs.line(0, 0.1) == pytest.approx((1.0, 0.3 / 1.2), abs=0.01)  # but for its shares of a plain round
     falling = Costs()
     falling.learn(0, 1, 0.1, 2.0, now=1), falling.learn(0, 3, 0.3, 1.0, now=1)
     assert falling.line(0, 0.1) == pytest.approx((1.5, 0.1))
