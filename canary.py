@@ -9,6 +9,7 @@ Exit status 1 says above the bound and nothing else, so that a scheduler can act
 import copy
 import dataclasses
 import json
+import math
 import sys
 import time
 import traceback
@@ -57,12 +58,22 @@ class CanaryConfig(Config):
             raise ValueError(f"--bound is {self.bound}: it must be from 0 to 1")
 
 
+def parting_gap(session: Session, plain: list[int], other: list[int], at: int) -> tuple[float, float]:
+    """How far apart what decides at token `at` is, and below what that is a near-tie; no end of a text is one."""
+    before = session.prompt + plain[:at]
+    if at == min(len(plain), len(other)):
+        return math.inf, 0.0
+    if session.sampling.temperature == 0:
+        return session.gap(before)
+    return quality.race_gap(session.model, session.sampling, session.sampling.seed, before, (plain[at], other[at]))
+
+
 def canary(config: CanaryConfig) -> dict:
     """Decode requests with and without the optimisation, and count what differs.
 
     1. plain and optimised, with the same seed; where the texts part first, and whether that is a near-tie
-    2. disagreement of a request. Lossless modes: the share of its tokens from there on, 0 behind a near-tie (temperature 0,
-       not in float64). Early exit: the share of its tokens in which the full model, with the same noise, disagrees;
+    2. disagreement of a request. Lossless modes: the share of its tokens from there on, 0 behind a near-tie (not in
+       float64). Early exit: the share of its tokens in which the full model, with the same noise, disagrees;
        without --bound above what the certificate allows, with its confidence
     """
     texts = quality.read_prompts(config.prompts or str(BUNDLED / "stdlib" / "prompts.json"))
@@ -87,9 +98,9 @@ def canary(config: CanaryConfig) -> dict:
         at, n_tokens = n_same(plain, out), max(len(plain.tokens), len(out.tokens))
         excused = False
         if at < n_tokens:
-            gap, tie = session.gap(session.prompt + plain.tokens[:at])
-            excused = config.temperature == 0 and session.dtype != "float64" and gap <= tie
-            parted.append({"request": i, "token": at, "gap": gap, "near_tie": excused})
+            gap, tie = parting_gap(session, plain.tokens, out.tokens, at)
+            excused = session.dtype != "float64" and gap <= tie
+            parted.append({"request": i, "token": at, "gap": gap if math.isfinite(gap) else None, "near_tie": excused})
         if config.mode == "early-exit":
             shares.append(min(out.stats.audit_disagreed / max(len(out.tokens), 1), clip))
         else:

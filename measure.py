@@ -59,6 +59,15 @@ class Group(NamedTuple):
     items: list  # as the file has them
 
 
+class Text(NamedTuple):
+    """What plain and a mode made of a prompt, with the same seed."""
+
+    prompt: list[int]
+    plain: Generation
+    run: Generation
+    seed: int
+
+
 class Measured(NamedTuple):
     """What one mode did on one group."""
 
@@ -84,8 +93,7 @@ def measure(config, modes: dict[str, Mode], groups: list[Group], temperature: fl
     done, names = [], list(modes)
     try:
         for group in groups:
-            seeds = [config.seed + group.first + i for i in range(len(group.prompts))]
-            sampling = SamplingParams(config.max_new_tokens, temperature, seed=seeds)
+            sampling = SamplingParams(config.max_new_tokens, temperature, seed=seeds_of(config, group))
             found = {}
             for name, mode in modes.items():
                 found[name] = Measured(*watched(mode, group.prompts, sampling), [], [])
@@ -104,6 +112,14 @@ def measure(config, modes: dict[str, Mode], groups: list[Group], temperature: fl
         print(f"bench.py: {error}", file=sys.stderr)
         return done, True
     return done, False
+
+
+def seeds_of(config, group: Group) -> list[int]:
+    return [config.seed + group.first + i for i in range(len(group.prompts))]
+
+
+def texts_of(config, group: Group, plain: list[Generation], batch: list[Generation]) -> list[Text]:
+    return list(map(Text, group.prompts, plain, batch, seeds_of(config, group)))
 
 
 def watched(mode: Mode, prompts: list[list[int]], sampling: SamplingParams) -> tuple[list[Generation], int]:
@@ -279,7 +295,6 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     plains = [found[mode.plain if mode.plain in modes else first] for found in done]
     ratios = [theirs / own for a, b in zip(ours, base) for own, theirs in zip(a.seconds, b.seconds)]
     runs, plain_runs = ([run for found in part for run in found.runs] for part in (ours, plains))
-    prompts = [prompt for group in groups for prompt in group.prompts]
     total, n_tokens = add_up(run.stats for run in runs), sum(len(run.tokens) for run in runs)
     seconds = statistics.median(x for found in ours for x in found.seconds)
     batches = [batch for found in ours for batch in found.timed]  # all times are theirs: they warm up and audit nothing
@@ -315,13 +330,13 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     spent = {part: sum(p[part] for p in phases) for part in ("draft", "verify", "other")}
     n_rounds = sum(max(run.stats.rounds for run in batch) for batch in batches)
     starts = [0.0, *itertools.accumulate(spent.values())]
-    texts = list(zip(prompts, plain_runs, runs))
+    texts = [text for group, a, b in zip(groups, ours, plains) for text in texts_of(config, group, b.runs, a.runs)]
     reference = next(mode.variant.model for mode in modes.values() if mode.variant)
     again = [
         text
         for group, a, b in zip(groups, ours, plains)
         for batch in a.timed
-        for text in zip(group.prompts, b.runs, batch)
+        for text in texts_of(config, group, b.runs, batch)
     ]
     row |= {
         "predicted_ratio": statistics.median(ratio for ratio, _ in guesses) if guesses else None,
@@ -352,37 +367,41 @@ def pass_rate(groups: list[Group], runs, plain_runs, decode_text) -> dict | None
     return {"passed": sum(passed), "asked": len(asked), "difference": difference, "interval": interval}
 
 
-def gate(config, mode: Mode, texts: list, temperature: float) -> dict | None:
-    """The verdict on what the mode promises; texts: (prompt, plain's run, the mode's run)."""
+def gate(config, mode: Mode, texts: list[Text], temperature: float) -> dict | None:
+    """The verdict on what the mode promises."""
     if mode.promise is None:
         return None
     model = mode.variant.model
     if mode.promise == "exits":
         if temperature == 0:  # the same prompt again is no other sequence
-            texts = {tuple(prompt): (prompt, plain, run) for prompt, plain, run in texts}.values()
+            texts = {tuple(text.prompt): text for text in texts}.values()
         bound = config.max_disagreement if mode.risk is None else mode.risk
-        return quality.disagreement_gate([run.stats for *_, run in texts], bound, config.max_nats)
+        return quality.disagreement_gate([text.run.stats for text in texts], bound, config.max_nats)
+    sampling = SamplingParams(config.max_new_tokens, temperature)
     if mode.promise == "law":
-        sampling = SamplingParams(config.max_new_tokens, temperature)
-        return quality.distribution_gate(model, sampling, [(prompt, run.tokens) for prompt, _, run in texts])
-    exact, gap = model.dtype == torch.float64, None
-    if temperature == 0:
-        gap = functools.partial(near_tie, model)
-    return quality.identity_gate([(prompt, plain.tokens, run.tokens) for prompt, plain, run in texts], exact, gap)
+        return quality.distribution_gate(model, sampling, [(text.prompt, text.run.tokens) for text in texts])
+
+    def gap(i: int, ids: list[int], drawn: tuple[int, int]) -> tuple[float, float]:
+        if temperature == 0:
+            return near_tie(model, ids)
+        return quality.race_gap(model, sampling, texts[i].seed, ids, drawn)
+
+    pairs = [(text.prompt, text.plain.tokens, text.run.tokens) for text in texts]
+    return quality.identity_gate(pairs, None if model.dtype == torch.float64 else gap)
 
 
-def distance(mode: Mode, texts: list, temperature: float, reference: GPT) -> dict:
+def distance(mode: Mode, texts: list[Text], temperature: float, reference: GPT) -> dict:
     """kl: of the law that drew each token from the reference's there, the first variant's full model. nll_difference: by how
     much less likely the variant's own full model finds the mode's tokens than what it would have drawn itself: 0 where nothing
     else draws. What promises the text or the law of another variant's plain is as far away as that: None."""
-    model, n_tokens = mode.variant.model, sum(len(run.tokens) for *_, run in texts)
-    nats = sum(run.stats.audit_nats for *_, run in texts) / n_tokens
+    model, n_tokens = mode.variant.model, sum(len(text.run.tokens) for text in texts)
+    nats = sum(text.run.stats.audit_nats for text in texts) / n_tokens
     if mode.promise in ("text", "law") or (mode.promise is None and model is reference):
         return {"kl": 0.0 if model is reference else None, "nll_difference": nats}
     sampling = SamplingParams(temperature=temperature)
     kl = sum(
-        quality.text_figures(model, prompt, run, sampling, reference)["kl"] * len(run.tokens)
-        for prompt, _, run in texts
+        quality.text_figures(model, text.prompt, text.run, sampling, reference)["kl"] * len(text.run.tokens)
+        for text in texts
     )
     return {"kl": kl / n_tokens, "nll_difference": nats}
 

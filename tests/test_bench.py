@@ -100,10 +100,37 @@ def test_every_timed_text_is_held_to_plains_too(model_folder, capsys, monkeypatc
     assert status == 1 and result_of(out)["rows"][1]["gate"]["why"].startswith("1 of 6 texts")
 
 
+def test_a_coupled_text_is_judged_by_its_own_race(model_folder, capsys, monkeypatch):
+    """Above temperature 0: of every row of a batch, with the row's seed, and of every timed text."""
+    honest, race_gap, asked = bench.speculative_generate, quality.race_gap, []
+
+    def broken(*how):
+        outs = honest(*how)
+        for out in outs:
+            out.tokens[5] ^= 1
+        return outs
+
+    def watched(model, sampling, seed, ids, drawn):
+        asked.append(seed)
+        apart, bound = race_gap(model, sampling, seed, ids, (drawn[0], drawn[0]))
+        assert apart <= bound  # plain's own token wins there
+        return race_gap(model, sampling, seed, ids, drawn)
+
+    monkeypatch.setattr(bench, "speculative_generate", broken)
+    monkeypatch.setattr(quality, "race_gap", watched)
+    flags = ["--temperature", 1, "--batch", "1,2", "--seed", 7, "--only", "speculative k=4", "--verify", "coupled"]
+    status, out, _ = call(model_folder, capsys, *flags)
+    rows = [row for row in result_of(out)["rows"] if row["mode"] != "plain"]
+    assert status == 1 and [row["gate"]["verdict"] for row in rows] == ["failed"] * 2
+    assert all("parts at token 6" in row["gate"]["why"] for row in rows) and asked == [7, 8, 7, 7, 8, 8] + [7, 8] * 3
+    monkeypatch.setattr(quality, "race_gap", lambda *how: (1e-9, 1e-3))
+    assert call(model_folder, capsys, *flags)[0] == 0
+
+
 def test_a_prompt_that_comes_again_is_no_other_sequence():
     """Two greedy texts, ten times each, are two sequences: too few for a bootstrap to promise anything."""
     config, mode = bench.BenchConfig(), measure.Mode(None, measure.Variant("", None, None, None), promise="exits")
-    texts = [([i % 2], None, *runs(rounds=10, plain=10)) for i in range(20)]
+    texts = [measure.Text([i % 2], None, *runs(rounds=10, plain=10), i) for i in range(20)]
     assert measure.gate(config, mode, texts, 0.0)["verdict"] == "unsure"
     assert measure.gate(config, mode, texts, 1.0)["verdict"] == "passed"  # each with a seed of its own
 
