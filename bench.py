@@ -238,11 +238,12 @@ def modes_of(config: BenchConfig, variant: Variant, temperature: float) -> dict[
             decode, variant, plain, promise, drafter, k
         )
 
-    def early_exit(name: str, thresholds, risk: float | None = None) -> None:
+    def early_exit(name: str, thresholds, **promised) -> None:
         decode = functools.partial(early_exit_generate, model, threshold=thresholds)
         modes[f"{label}early exit{name}"] = Mode(
-            decode, variant, plain, "exits", None, None, tuple(thresholds), risk, functools.partial(decode, audit=True)
-        )
+            decode, variant, plain, "exits", thresholds=tuple(thresholds),
+            audited=functools.partial(decode, audit=True), **promised,
+        )  # fmt: skip
 
     modes[plain] = Mode(functools.partial(generate, model), variant, plain)
     for k in config.draft_len:
@@ -259,9 +260,9 @@ def modes_of(config: BenchConfig, variant: Variant, temperature: float) -> dict[
     if exits and not config.exit_threshold and not config.exit_layer:
         try:
             sampling = SamplingParams(config.max_new_tokens, temperature)
-            promised = certified(model, sampling, "max_prob", "recompute")
-            risk = promised.risk if promised.loss == "disagreement" else None
-            early_exit("", promised.thresholds, risk)
+            found = certified(model, sampling, "max_prob", "recompute")
+            promised = {"risk": found.risk, "clip": found.clip} if found.loss == "disagreement" else {}
+            early_exit("", found.thresholds, **promised)
         except ValueError:  # nothing was calibrated for this
             early_exit(" 0.9", [0.9] * len(exits))
     for threshold in (config.exit_threshold or (0.9,) * bool(config.exit_layer)) if exits else ():

@@ -17,7 +17,7 @@ import traceback
 from tqdm import tqdm
 
 import quality
-from certificate import certified, hoeffding_bentkus_p
+from certificate import certified
 from checkpoint import BUNDLED, flag, parse_flags
 from decode import heed
 from metrics import aggregate
@@ -73,8 +73,9 @@ def canary(config: CanaryConfig) -> dict:
 
     1. plain and optimised, with the same seed; where the texts part first, and whether that is a near-tie
     2. disagreement of a request. Lossless modes: the share of its tokens from there on, 0 behind a near-tie (not in
-       float64). Early exit: the share of its tokens in which the full model, with the same noise, disagrees;
-       without --bound above what the certificate allows, with its confidence
+       float64). Early exit: the share of its tokens in which the full model, with the same noise, disagrees
+    3. above the bound: the mean of all. Without --bound, the lower end of the certificate's check, whose upper end says what
+       so few requests may hide (quality.certified_interval)
     """
     texts = quality.read_prompts(config.prompts or str(BUNDLED / "stdlib" / "prompts.json"))
     n = config.n if config.temperature > 0 else min(config.n, len(texts))  # greedily, a prompt twice says nothing new
@@ -107,10 +108,11 @@ def canary(config: CanaryConfig) -> dict:
             shares.append(0.0 if excused else (n_tokens - at) / max(n_tokens, 1))
     if n_optimised == 0:
         raise ValueError(f"not one token came by {config.mode}: there is nothing to compare (is the kill switch on?)")
-    disagreement = sum(shares) / n
+    disagreement, hidden = sum(shares) / n, None
     above = disagreement > bound
     if certificate is not None:  # a mean of few lies above its expectation every other time: it must be improbable
-        above = hoeffding_bentkus_p([1 - share / clip for share in shares], 1 - bound / clip) <= certificate.delta
+        low, hidden = quality.certified_interval(shares, bound, clip)
+        above = low > bound
     return {
         "canary": config.mode,
         "requests": n,
@@ -120,6 +122,7 @@ def canary(config: CanaryConfig) -> dict:
         "disagreement": disagreement,
         "bound": bound,
         "above": above,
+        "at_most": hidden,
         "plain": aggregate(plain_stats),
         "optimised": aggregate(stats),
     }
@@ -129,8 +132,10 @@ def canary_line(result: dict) -> str:
     ties = sum(part["near_tie"] for part in result["parted"])
     first = min((part["token"] for part in result["parted"]), default=None)
     where = "" if first is None else f", the earliest at token {first + 1}, {ties} at near-ties"
+    hidden = result["at_most"] or 0.0
+    few = f" ({hidden:.2%} would not be noticed: --n is small)" if hidden > quality.NOTICED * result["bound"] else ""
     return (f"canary {result['canary']}: {'ABOVE the bound' if result['above'] else 'within the bound'}: "
-            f"{result['disagreement']:.3%} differ, {result['bound']:.3%} may; {len(result['parted'])} of {result['requests']} "
+            f"{result['disagreement']:.3%} differ, {result['bound']:.3%} may{few}; {len(result['parted'])} of {result['requests']} "
             f"texts part from plain's{where}; {result['optimised_tokens']} of {result['optimised']['tokens']} tokens were "
             "optimised")  # fmt: skip
 

@@ -47,7 +47,8 @@ class Mode(NamedTuple):
     drafter: object | None = None
     draft_len: int | str | None = None
     thresholds: tuple[float, ...] = ()
-    risk: float | None = None  # of the certificate: share of tokens that may differ
+    risk: float | None = None  # of the certificate: share of a sequence's tokens that may differ
+    clip: float | None = None  # of the certificate: what a sequence counts at most
     audited: Callable[[list[list[int]], SamplingParams], list[Generation]] | None = None
 
 
@@ -376,7 +377,7 @@ def gate(config, mode: Mode, texts: list[Text], temperature: float) -> dict | No
         if temperature == 0:  # the same prompt again is no other sequence
             texts = {tuple(text.prompt): text for text in texts}.values()
         bound = config.max_disagreement if mode.risk is None else mode.risk
-        return quality.disagreement_gate([text.run.stats for text in texts], bound, config.max_nats)
+        return quality.disagreement_gate([text.run.stats for text in texts], bound, config.max_nats, mode.clip)
     sampling = SamplingParams(config.max_new_tokens, temperature)
     if mode.promise == "law":
         return quality.distribution_gate(model, sampling, [(text.prompt, text.run.tokens) for text in texts])

@@ -400,31 +400,74 @@ def distribution_gate(model: GPT, sampling: SamplingParams, runs, seed: int = 0)
 
 
 LEAST_SEQUENCES = 10  # a bootstrap over fewer is too narrow to promise anything
+NOTICED = 3  # times the certified risk: a check passes that would have noticed so much
+WORSE = 2.5  # times that: the loss of the sequence that is imagined beside those that were seen
 
 
-def disagreement_gate(stats: Sequence[DecodeStats], bound: float, nats_bound: float) -> dict:
-    """The audit's share of tokens that differ, and its nats per token, within their bounds.
+def certified_interval(losses: Sequence[float], risk: float, clip: float) -> tuple[float, float]:
+    """95% interval of the expected loss of a sequence, from losses (N,) each at most clip, as certificates count them.
 
-    stats: one per audited sequence; value and bound: of the share. Passed where the upper ends of both 95% intervals
-    are within the bounds, failed where a lower end is above its own, else unsure.
+    A bootstrap knows only what it has seen, so one more sequence is imagined: without loss for the lower end, and WORSE
+    than what must be noticed for the upper. At the certified risk the lower end then lies above it in 2.5% of checks at
+    most, and at NOTICED times the risk the upper end lies below that in 5% at most, from LEAST_SEQUENCES sequences on
+    whose expected losses vary no more than their mean (simulated in tests/test_quality.py).
+    """
+    return bootstrap([*losses, 0.0])[0], bootstrap([*losses, min(WORSE * NOTICED * risk, clip)])[1]
+
+
+def sequences_missing(n: int, suffices: Callable[[np.ndarray], bool]) -> str:
+    """How many more sequences like the n that were seen would suffice; suffices(index of each, again and again)."""
+    for wanted in sorted({max(LEAST_SEQUENCES, math.ceil(n * 1.1**i)) for i in range(1, 31)}):
+        if wanted > n and suffices(np.arange(wanted) % n):
+            return f"about {wanted - n} more like them would tell"
+    return "more like them would not tell"
+
+
+def disagreement_gate(stats: Sequence[DecodeStats], bound: float, nats_bound: float, clip: float | None = None) -> dict:
+    """The audit's share of tokens that differ, and its nats per token, within their bounds; stats: one per sequence.
+
+    By hand (clip None): the share of all tokens. Passed where the upper ends of both 95% intervals are within the bounds,
+    failed where a lower end is above its own, else unsure.
+
+    Certified: bound is the certificate's risk, of the share in a sequence, which counts at most clip. The certificate is
+    the evidence, from sequences of its own, and this is a check against it: failed where the lower end is above the risk;
+    passed where it is not and the upper end is below NOTICED times the risk, so that a mode as bad as that would have been
+    noticed; else unsure. Nats are judged as by hand.
     """
     stats = [s for s in stats if s.tokens]
     if any(s.exited > s.audited for s in stats):
         raise ValueError("stats hold exits that nobody judged: decode with audit=True and kv_fill recompute")
     if not stats:
         return _gate("disagreement", "unsure", 0.0, bound, "no tokens")
-    n_tokens = [s.tokens for s in stats]
-    sums = [[s.audit_disagreed for s in stats], [s.audit_nats for s in stats]]
-    share, nats = (bootstrap(x, per=n_tokens) for x in sums)
-    if share[0] > bound or nats[0] > nats_bound:
-        verdict = "failed"
-    else:
-        within = share[1] <= bound and nats[1] <= nats_bound
-        verdict = "passed" if within and len(stats) >= LEAST_SEQUENCES else "unsure"
-    why = f"{share[0]:.2%} to {share[1]:.2%} of tokens differ, {bound:.2%} may; {nats[0]:.3g} to {nats[1]:.3g} nats per"
+    n_tokens, wrong, nats = (
+        np.array([getattr(s, x) for s in stats]) for x in ("tokens", "audit_disagreed", "audit_nats")
+    )
+    losses = wrong / n_tokens if clip is None else np.minimum(wrong / n_tokens, clip)
+
+    def intervals(index: np.ndarray):
+        of_nats = bootstrap(nats[index], per=n_tokens[index])
+        if clip is None:
+            return bootstrap(wrong[index], per=n_tokens[index]), of_nats
+        return certified_interval(losses[index], bound, clip), of_nats
+
+    most = bound if clip is None else NOTICED * bound
+
+    def suffices(index: np.ndarray) -> bool:
+        (_, share), (_, lost) = intervals(index)
+        return share <= most and lost <= nats_bound and len(index) >= LEAST_SEQUENCES
+
+    seen = np.arange(len(stats))
+    share, lost = intervals(seen)
+    failed = share[0] > bound or lost[0] > nats_bound
+    verdict = "failed" if failed else "passed" if suffices(seen) else "unsure"
+    why = f"{share[0]:.2%} to {share[1]:.2%} of tokens differ, {bound:.2%} may; {lost[0]:.3g} to {lost[1]:.3g} nats per"
     why += f" token, {nats_bound:.3g} may; {len(stats)} sequences"
-    why += ", too few" if len(stats) < LEAST_SEQUENCES else ""
-    return _gate("disagreement", verdict, sum(sums[0]) / sum(n_tokens), bound, why)
+    if clip is not None:
+        why += f", a check of the certificate: {most:.2%} must be noticed"
+    if verdict == "unsure":
+        why += f"; too few, {sequences_missing(len(stats), suffices)}"
+    value = wrong.sum() / n_tokens.sum() if clip is None else losses.mean()
+    return _gate("disagreement", verdict, float(value), bound, why)
 
 
 @torch.inference_mode()

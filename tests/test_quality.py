@@ -439,6 +439,49 @@ def test_disagreement_passes_fails_or_is_unsure():
         disagreement_gate([DecodeStats(exited=5)], 0.04, 0.05)
 
 
+def benches(n: int, mean: float, spread: float, clip=0.2) -> list:
+    """300 audits of n sequences of 64 tokens: binomial errors, expected losses of that mean and Beta's spread / mean."""
+    rng = np.random.default_rng(6)
+    shape = mean * ((1 / spread**2) * (1 - mean) / mean - 1)
+    rates = rng.beta(shape, shape * (1 - mean) / mean, (300, n))
+    return [[audit(64, int(x)) for x in row] for row in rng.binomial(64, rates)]
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.0])
+@pytest.mark.parametrize("n", [1, 12, 24])
+def test_a_check_of_a_certificate_seldom_fails_its_risk_and_seldom_passes_three_times_it(n, spread, monkeypatch):
+    monkeypatch.setattr(quality, "sequences_missing", lambda *how: "")  # it takes long, and decides nothing
+    risk = 0.01
+    verdicts = {
+        mean: Counter(disagreement_gate(b, risk, 9.0, 0.2)["verdict"] for b in benches(n, mean, spread))
+        for mean in (risk / 2, risk, quality.NOTICED * risk)
+    }
+    assert verdicts[risk]["failed"] <= 15 and verdicts[quality.NOTICED * risk]["passed"] <= 15, verdicts
+    if n >= 12:
+        assert verdicts[quality.NOTICED * risk]["failed"] >= 100 and verdicts[risk / 2]["passed"] >= 200, verdicts
+    else:
+        assert all(counts["passed"] == 0 for counts in verdicts.values())
+
+
+def test_a_certified_share_counts_as_its_certificate_does():
+    """A mean of clipped losses of sequences, not of tokens; by hand the same audits are judged by all tokens."""
+    lopsided = [audit(1000, 0)] * 20 + [audit(10, 5)] * 2
+    gate = disagreement_gate(lopsided, 0.06, 9.0, 0.2)
+    assert gate["value"] == pytest.approx(0.2 * 2 / 22) and gate["verdict"] == "passed", gate
+    assert disagreement_gate(lopsided, 0.06, 9.0)["value"] == 10 / 20020
+    assert disagreement_gate([audit(64, 0)] * 12, 0.01, 0.05, 0.2)["verdict"] == "passed"
+    gate = disagreement_gate([audit(64, 2)] * 12, 0.01, 0.05, 0.2)
+    assert gate["verdict"] == "failed" and "3.00% must be noticed" in gate["why"]
+    gate = disagreement_gate([audit(64, 0)] * 11 + [audit(64, 8)], 0.01, 0.05, 0.2)
+    more = int(gate["why"].split("about ")[1].split()[0])
+    assert gate["verdict"] == "unsure" and "more like them would tell" in gate["why"]
+    again = ([audit(64, 0)] * 11 + [audit(64, 8)]) * 99
+    assert disagreement_gate(again[: 12 + more], 0.01, 0.05, 0.2)["verdict"] == "passed"
+    assert disagreement_gate(again[: 12 + more // 2], 0.01, 0.05, 0.2)["verdict"] == "unsure"
+    assert disagreement_gate([audit(64, 0, 0.1)] * 12, 0.01, 0.001, 0.2)["verdict"] == "failed"  # in nats alone
+    assert "would not tell" in disagreement_gate([audit(64, 2), audit(64, 0)] * 9, 0.015, 0.05)["why"]
+
+
 def test_every_gate_has_the_same_fields():
     gates = [identity_gate([([1], [2], [2])]), disagreement_gate([audit(9, 0)], 0.1, 0.1)]
     gates.append(distribution_gate(MODEL, RIGHT, []))
