@@ -285,6 +285,59 @@ def test_ctrl_c_while_quality_is_judged_keeps_the_rows_before(model_folder, caps
     assert status == 130 and result["interrupted"] and len(result.get("rows") or result["stack"]) == 2
 
 
+def test_ctrl_c_keeps_the_variants_whose_quality_is_known(model_folder, capsys, monkeypatch, tmp_path):
+    calls, honest = itertools.count(), bench.compare_on_text
+
+    def interrupted(*what):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return honest(*what)
+
+    monkeypatch.setattr(bench, "compare_on_text", interrupted)
+    flags = ["--variants", "float32,int8,int4", "--out", tmp_path / "result.json"]
+    status, out, _ = call(model_folder, capsys, *flags, command=["quality"])
+    result = result_of(out)
+    assert status == 130 and result["interrupted"] and result == json.loads((tmp_path / "result.json").read_text())
+    assert [row["variant"] for row in result["rows"]] == ["float32", "int8"] and "perplexity" in out.splitlines()[0]
+    calls = itertools.count(2)
+    assert call(model_folder, capsys, *flags, command=["quality"])[:2] == (130, "")  # nothing was complete
+
+
+def test_the_machine_is_what_runs(monkeypatch):
+    """A GPU that is there and not used is not named."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU {device}")
+    assert bench.environment()["machine"] == "GPU None" and bench.environment("cuda:1")["machine"] == "GPU cuda:1"
+    assert "GPU" not in bench.environment("cpu")["machine"]
+    monkeypatch.setattr(bench, "predict", lambda config: {})
+    monkeypatch.setattr(bench, "predict_lines", lambda *how: "")
+    asked = []
+    monkeypatch.setattr(bench, "environment", lambda device: asked.append(device) or {})
+    assert bench.main(["predict"]) == 0 and asked == ["cpu"]
+    monkeypatch.setattr(bench.canary, "run", lambda *how: 0)
+    assert bench.main(["canary", "--device", "cpu"]) == 0 and asked == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    "command, more, word",
+    [
+        (["peers"], ["--only", "nonsense"], "no mode of plain, "),
+        (["peers"], ["--only", "plain,nonsense"], "no mode of plain, "),
+        ([], ["--only", "plain,floor", "--peers", "floor"], "no mode of plain, "),
+        (["sweep"], ["--only", "nonsense"], "no mode of plain, "),
+        (["stack"], ["--only", "nonsense"], "leave it out"),
+        (["stack"], ["--peers", "floor"], "leave it out"),
+        (["quality"], ["--only", "nonsense"], "leave it out"),
+        (["quality"], ["--variants", "nonsense"], "choose auto"),
+        (["peers"], ["--peers", "nonsense"], "choose transformers"),
+    ],
+    ids=str,
+)
+def test_a_name_that_chooses_nothing_is_refused_in_one_line(model_folder, capsys, command, more, word):
+    status, out, err = call(model_folder, capsys, *more, command=command)
+    assert status == 2 and out == "" and word in err and err.count("\n") == 1 and "Traceback" not in err
+
+
 def test_a_peer_that_dies_takes_nothing_along(model_folder, capsys, monkeypatch):
     """Its process ends in the middle of the second prompt: the first is kept, and one line says why it ended there."""
     peer, calls, honest = FakePeer(), itertools.count(), FakePeer.decode
