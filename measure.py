@@ -21,9 +21,10 @@ import torch
 
 import kernels
 import quality
+from auto import weights_read
 from decode import PREFILL_CHUNK, Generation, SamplingParams, heed, near_tie, pack
 from metrics import add_up, percentiles, phase_seconds
-from model import GPT, Matrix
+from model import GPT, GPTConfig, Matrix
 from speculative import ExitDrafter, HeadDrafter, ModelDrafter
 from tokenizer import Tokenizer
 
@@ -192,10 +193,13 @@ def work_of(mode: Mode, prompts: list[list[int]], batch: list[Generation]) -> Wo
     position = 2 * shape.n_kv_head * shape.head_dim * model.dtype.itemsize  # keys and values, of a layer
     longest = max(rows, key=lambda stats: stats.layer_passes)
     read = longest.layer_passes * layer + longest.target_passes * head + longest.drafted * draft_bytes(mode.drafter)
-    read += sum(s.layer_passes * position * (len(ids) + s.tokens / 2) for ids, s in zip(prompts, rows))
-    weights = sum(math.prod(part.shape) for part in model.blocks.modules() if isinstance(part, Matrix))
-    weights += math.prod(model.output_weight.shape)
-    flops = 2 * weights * sum(stats.rounds + stats.drafted for stats in rows)
+    contexts = [len(ids) + s.tokens / 2 for ids, s in zip(prompts, rows)]
+    read += sum(s.layer_passes * position * context for context, s in zip(contexts, rows))
+    flops = sum(
+        (s.rounds + s.drafted) * operations(shape, context, shape.n_layer, shape.vocab_size)
+        + s.drafted * draft_operations(mode.drafter, context)
+        for context, s in zip(contexts, rows)
+    )
     longest_text = max(len(ids) + len(run.tokens) for ids, run in zip(prompts, batch))
     held = (
         model.weight_bytes()
@@ -219,6 +223,27 @@ def draft_bytes(drafter, own: bool = False) -> int:
         return matrix_bytes(drafter.head) + kernels.n_bytes(drafter.head.output)
     parts = [*getattr(drafter, "drafters", ()), getattr(drafter, "drafter", None)]
     return sum(draft_bytes(part, own) for part in parts if part is not None)
+
+
+def operations(shape: GPTConfig, context: float, n_layer: int, n_outputs: int, n_more: int = 0) -> float:
+    """Of one token behind `context` others: its products with layers, outputs and n_more weights, and its attention."""
+    attention = 4 * shape.n_head * shape.head_dim * context * n_layer  # scores, and their sum of values
+    return 2 * (weights_read(shape, n_layer, n_outputs) + n_more) + attention
+
+
+def draft_operations(drafter, context: float) -> float:
+    """Of one drafted token, beside the target's own layers: those of an exit's are the verification's too."""
+    if isinstance(drafter, (ExitDrafter, HeadDrafter)):
+        shape = drafter.model.config if isinstance(drafter, ExitDrafter) else drafter.head.config
+        n_outputs = shape.vocab_size if shape.exit_vocab is None else len(shape.exit_vocab)
+        if isinstance(drafter, HeadDrafter):
+            return operations(shape, context, 1, n_outputs, 2 * shape.n_embd**2)  # it fuses a token and a hidden state
+        return operations(shape, context, 0, n_outputs, shape.n_embd**2 * ("draft" in shape.exit_adapters))
+    if isinstance(drafter, ModelDrafter):
+        shape = drafter.model.config
+        return operations(shape, context, shape.n_layer, shape.vocab_size)
+    parts = [*getattr(drafter, "drafters", ()), getattr(drafter, "drafter", None)]
+    return sum(draft_operations(part, context) for part in parts if part is not None)
 
 
 class ExitCosts(NamedTuple):

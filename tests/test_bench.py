@@ -22,7 +22,8 @@ import quality
 import synthetic
 from checkpoint import Tokenizer
 from decode import Generation, SamplingParams, generate
-from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_generate
+from model import DraftHead
+from speculative import ChainDrafter, ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_generate
 
 ROOT = Path(bench.__file__).parent
 ONE = ["--batch", "1", "--temperature", "0"]
@@ -207,7 +208,7 @@ def test_times_are_of_the_timed_runs_and_quartiles_of_few_lie_around_their_media
     for hours in (0, 1):
         done = [{"plain": made(0.0, 0, [8.0] * 4), "drafts k=1": made(5.0, hours, [1.0, 8.0, 4.0, 2.0])}]
         roof = measure.Ceilings(1.0, 1.0)
-        row = measure.summary(None, "drafts k=1", modes, done, [group], 0.0, roof, None)
+        row = measure.summary(bench.BenchConfig(), "drafts k=1", modes, done, [group], 0.0, roof, None)
         assert row["predicted_ratio"] == pytest.approx(10 / 15) and row["time_shares"]["draft"] == pytest.approx(1 / 3)
         assert [part["seconds"] for part in row["timeline"]] == pytest.approx([0.5, 1.0])
         assert (row["ratio_to_plain"], row["ratio_quartiles"]) == (3.0, [1.75, 5.0])
@@ -230,7 +231,9 @@ def test_the_work_of_a_run_by_hand():
         2 * 2 * 4 * 4 * 4 * (13 - 5) for _ in range(10)
     )  # keys, values; 2 heads of 4, float32, 4 layers, mean length
     plain = measure.work_of(measure.Mode(None, variant), prompts[:1], generate(model, prompts[:1], sampling))
-    assert plain.read == 10 * 4 * (blocks + head) + cache and plain.flops == 2 * (blocks + head) * 10
+    assert plain.read == 10 * 4 * (blocks + head) + cache and plain.flops == 10 * (
+        2 * (blocks + head) + 4 * 4 * 4 * 4 * (3 + 5)
+    )  # scores and values: 4 heads of 4, 4 layers, mean length
     assert plain.held == model.weight_bytes() + 13 * 2 * 2 * 4 * 4 * 4
     both = measure.work_of(measure.Mode(None, variant), prompts, generate(model, prompts, sampling))
     assert both.read == plain.read + cache and both.flops == 2 * plain.flops  # the weights are read for both at once
@@ -238,7 +241,8 @@ def test_the_work_of_a_run_by_hand():
     batch = speculative_generate(model, drafter, prompts[:1], sampling, 3)
     drafted = measure.work_of(measure.Mode(None, variant, drafter=drafter), prompts[:1], batch)
     stats = batch[0].stats
-    assert drafted.flops == 2 * (blocks + head) * (stats.rounds + stats.drafted)
+    own = 2 * (sum(p.numel() for p in small.blocks.parameters() if p.dim() == 2) + head) + 4 * 4 * 4 * 8
+    assert drafted.flops == pytest.approx((stats.rounds + stats.drafted) * plain.flops / 10 + stats.drafted * own)
     assert drafted.read - stats.rounds / 10 * plain.read == pytest.approx(stats.drafted * small.weight_bytes())
     [short] = generate(model, [[1] * 60], SamplingParams(10, 0.0))  # ends with the context
     assert measure.work_of(measure.Mode(None, variant), [[1] * 60], [short]).held == model.weight_bytes() + 64 * 256
@@ -247,6 +251,20 @@ def test_the_work_of_a_run_by_hand():
     drafted, stats = measure.work_of(measure.Mode(None, variant, drafter=drafter), prompts[:1], batch), batch[0].stats
     weights = stats.layer_passes * blocks + (stats.rounds * 4 + stats.drafted * 4) * head
     assert drafted.read == pytest.approx(weights + stats.layer_passes * 64 * 8) and drafted.held == plain.held
+    own = 2 * (head + 16 * 16)  # the exit's outputs and its adapter; its layers are the verification's
+    assert drafted.flops == pytest.approx((stats.rounds + stats.drafted) * plain.flops / 10 + stats.drafted * own)
+    both = measure.draft_operations(ChainDrafter(NGramDrafter(), ModelDrafter(small), drafter), 8.0)
+    assert both == own + measure.draft_operations(ModelDrafter(small), 8.0)
+
+
+def test_a_draft_heads_operations_are_its_block_its_inputs_and_its_outputs():
+    model = tiny_model(dtype=torch.float32, poisoned=False)
+    head = DraftHead(model.config, range(10))
+    matrices = sum(p.numel() for p in head.parameters() if p.dim() == 2)
+    expected = 2 * (matrices + 10 * 16) + 4 * 4 * 4 * 8  # 4 heads of 4, one layer, behind 8 tokens
+    assert measure.draft_operations(HeadDrafter(model, head), 8.0) == expected
+    packed = model.to(torch.bfloat16).pack()
+    assert measure.draft_operations(HeadDrafter(packed, head.to(torch.bfloat16)), 8.0) == expected
 
 
 def test_ctrl_c_keeps_what_is_complete(model_folder, capsys, monkeypatch, tmp_path):
