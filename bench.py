@@ -245,7 +245,7 @@ def modes_of(config: BenchConfig, variant: Variant, temperature: float) -> dict[
     def early_exit(name: str, thresholds, **promised) -> None:
         decode = functools.partial(early_exit_generate, model, threshold=thresholds)
         modes[f"{label}early exit{name}"] = Mode(
-            decode, variant, plain, "exits", thresholds=tuple(thresholds),
+            decode, variant, plain, "exits",
             audited=functools.partial(decode, audit=True), **promised,
         )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """bench.py and measure.py: what is measured is paired, counted and judged rightly, and what cannot be is one line."""
 
+import functools
 import itertools
 import json
 import math
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ import quality
 import synthetic
 from checkpoint import Tokenizer
 from decode import Generation, SamplingParams, generate
+from early_exit import early_exit_generate
 from model import DraftHead
 from speculative import ChainDrafter, ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_generate
 
@@ -172,8 +175,8 @@ def runs(**stats):
     return [out]
 
 
-def test_the_cost_model_by_hand(monkeypatch):
-    """Of three drafts at alpha 0.5 a round has 1.875 tokens; it takes 1.5 plain tokens' time. Early exit: layers and heads."""
+def test_the_cost_model_by_hand():
+    """Of three drafts at alpha 0.5 a round has 1.875 tokens; it takes 1.5 plain tokens' time."""
     variant = measure.Variant("", tiny_model(), None, None)
     plain = runs(rounds=10, plain=10, verify_seconds=10.0, layer_passes=40, drafted_histogram=[10])
     mode = measure.Mode(None, variant)
@@ -185,14 +188,36 @@ def test_the_cost_model_by_hand(monkeypatch):
     batch[0].stats.seconds += 5.0  # a third more than its passes
     assert measure.predicted(mode, batch, plain)[1]["loop"] == pytest.approx(1 / (1 + 5 / 15))
     assert measure.predicted(mode, plain, plain)[0] == 1.0
-    monkeypatch.setattr(measure, "exit_costs", lambda model, batch: measure.ExitCosts(1.0, 0.25, 4.0, 0.5))
-    exits = measure.Mode(None, variant, promise="exits", thresholds=(0.9, 0.9, 2.0))
-    left = runs(rounds=10, exited=6, plain=4, layer_passes=24, verify_seconds=5.0, exit_histogram={1: 4, 2: 2})
-    # asked: 4 tokens one exit, 2 two, 4 two more in vain; each that left was drawn from an exit's head
-    assert measure.predicted(exits, left, plain, 24)[0] == pytest.approx(
-        10 * (4 + 4) / (24 + (10 * 4 - 24) * 0.25 + (16 + 6) * 0.5 + 4 * 4)
-    )
     assert measure.predicted(measure.Mode(None), plain, plain) is None
+
+
+def test_early_exit_is_predicted_from_its_calls_at_what_each_takes_alone(monkeypatch):
+    """Two rows, three steps of plain; of two tokens a row one leaves alone at layer 1, and the other later, with it in front."""
+    variant, other = (measure.Variant("", tiny_model(), None, None) for _ in range(2))
+    took = {("layers", 2, 1, 4): 6.0, ("head", 2, False): 1.0, ("draw", 2): 0.5, ("layers", 2, 1, 1): 2.0,
+            ("asked", 2): 0.25, ("head", 2, True): 0.75, ("draw", 1): 0.25, ("layers", 1, 2, 3): 3.0}  # fmt: skip
+    asked = []
+
+    def alone(calls, temperature):
+        asked.append((calls, temperature))
+        return {(model, call): took[call] * (1 if model is variant.model else 10) for model, call in calls}
+
+    monkeypatch.setattr(measure, "seconds_of", alone)
+    plain = [Generation(tokens=[0] * 3, layers_run=[4] * 3) for _ in range(2)]
+    calls = Counter(
+        {("layers", 2, 1, 1): 2, ("asked", 2): 2, ("head", 2, True): 1, ("draw", 1): 2, ("layers", 1, 2, 3): 1}
+    )
+    mode = measure.Mode(None, other, promise="exits")
+    groups = [measure.Measured(runs_, calls_, [], []) for runs_, calls_ in ((None, calls), (plain, None))]
+    found = measure.call_seconds(mode, measure.Mode(None, variant), groups[:1], groups[1:], 0.7)
+    expected = (3 * (6.0 + 1.0 + 0.5), 10 * (2 * 2.0 + 2 * 0.25 + 0.75 + 2 * 0.25 + 3.0))
+    assert found == [pytest.approx(expected)] and asked[0][1] == 0.7
+    left = runs(rounds=4, exited=2, plain=2, verify_seconds=5.0)
+    stepped = runs(rounds=6, plain=6, verify_seconds=5.0)
+    assert measure.predicted(mode, left, stepped, found[0])[0] == pytest.approx(4 / expected[1] * expected[0] / 6)
+    assert measure.predicted(mode, left, stepped, None) is None
+    unseen = groups[0]._replace(calls=None)
+    assert measure.call_seconds(mode, measure.Mode(None, variant), [unseen], groups[1:], 0.7) == [None]
 
 
 def test_times_are_of_the_timed_runs_and_quartiles_of_few_lie_around_their_median():
@@ -203,7 +228,7 @@ def test_times_are_of_the_timed_runs_and_quartiles_of_few_lie_around_their_media
 
     def made(draft, hours, seconds):
         timed = [runs(draft_seconds=draft, verify_seconds=10.0, **counts) for _ in seconds]
-        return measure.Measured(runs(draft_seconds=3600.0 * hours, verify_seconds=10.0, **counts), 0, seconds, timed)
+        return measure.Measured(runs(draft_seconds=3600.0 * hours, verify_seconds=10.0, **counts), None, seconds, timed)
 
     for hours in (0, 1):
         done = [{"plain": made(0.0, 0, [8.0] * 4), "drafts k=1": made(5.0, hours, [1.0, 8.0, 4.0, 2.0])}]
@@ -678,13 +703,56 @@ def test_kernels_are_counted_without_a_gpu_and_timed_with_one(monkeypatch):
     assert bench.main(["gpu-check", "--only", "law"]) == 3 and asked[-1][2:] == ["--only", "law"]
 
 
-def test_layers_that_a_run_launches_are_counted_without_its_prompts():
+def test_the_calls_of_a_run_are_counted_without_its_prompts():
     """Five tokens run the layers five times, whatever the prompt's length and however many rows share a pass."""
     model, sampling = tiny_model(), SamplingParams(5, 0.0)
-    mode = measure.Mode(
-        lambda prompts, sampling: generate(model, prompts, sampling), measure.Variant("", model, None, None)
-    )
-    for prompts in ([[1, 2, 3]], [[7]], [[1, 2, 3, 4], [5]]):
-        runs, n_layer_runs = measure.watched(mode, prompts, sampling)
-        assert n_layer_runs == 5 * model.config.n_layer and len(runs) == len(prompts)
-    assert "run_layers" not in vars(model)
+    mode = measure.Mode(lambda *how: generate(model, *how), measure.Variant("", model, None, None))
+    for prompts in ([[1, 2, 3]], [[7]], [[1, 2, 3, 4], [5]], [[1] * 61, [2]]):  # the last row goes on alone
+        calls = measure.calls_of(mode, prompts, sampling)
+        assert calls == measure.plain_calls(generate(model, prompts, sampling), 4)
+        assert sum(n for call, n in calls.items() if call[0] == "layers") == 5
+    assert calls["layers", 2, 1, 4] == 3 and calls["draw", 1] == 2
+    prompts, sampling = [[1, 2], [3, 4], [5, 6]], SamplingParams(30, 1.0, seed=3)
+    for thresholds in ((0.4, 0.5, 0.6), (0.0, 2.0, 2.0), (2.0, 2.0, 2.0)):
+        mode = mode._replace(decode=functools.partial(early_exit_generate, model, threshold=thresholds))
+        calls, outs = measure.calls_of(mode, prompts, sampling), mode.decode(prompts, sampling)
+        sums = {what: sum(n * call[1] for call, n in calls.items() if call[0] == what) for what in ("asked", "draw")}
+        assert sums["draw"] == 90 and sums["asked"] >= sum(out.stats.exited for out in outs)
+        draws, heads = (sum(n for call, n in calls.items() if call[0] == what) for what in ("draw", "head"))
+        assert draws == heads  # those that leave at one depth are drawn from one head
+        passes = sum(n * call[1] * call[3] for call, n in calls.items() if call[0] == "layers")
+        assert passes == sum(out.stats.layer_passes for out in outs)
+    assert not {"run_layers", "logits", "exit_confidence"} & set(vars(model))
+
+
+def test_a_call_that_is_timed_alone_is_the_call_that_was_seen():
+    model = tiny_model(poisoned=False)
+    wanted = [
+        ("layers", 2, 3, 2),
+        ("layers", 1, 1, 4),
+        ("head", 3, True),
+        ("head", 2, False),
+        ("asked", 2),
+        ("draw", 3),
+    ]
+    taken = measure.seconds_of({(model, call) for call in wanted}, 0.8, 2)
+    assert set(taken) == {(model, call) for call in wanted} and min(taken.values()) > 0
+    for call in wanted:
+
+        def decode(prompts, sampling, call=call):
+            with torch.inference_mode():
+                act = measure.prepared(model, call, 0.8)
+                if call[0] == "draw":
+                    assert len(act()[0]) == call[1]
+                act()
+            return []
+
+        mode = measure.Mode(decode, measure.Variant("", model, None, None))
+        seen = measure.calls_of(mode, [[0]], SamplingParams(1))
+        assert call[0] == "draw" or seen[call] >= 1, (call, seen)
+
+
+def test_early_exit_that_the_device_runs_unseen_has_no_prediction(model_folder, capsys, monkeypatch):
+    monkeypatch.setattr(measure, "runs_alone", lambda *how: True)
+    _, out, _ = call(model_folder, capsys, *ONE, "--only", "early")
+    assert result_of(out)["rows"][1]["predicted_ratio"] is None and "early exit 0.9" in out
