@@ -152,17 +152,21 @@ class BenchConfig:
             raise ValueError(f"--model {self.model} reads no text: leave out --prompts")
 
 
-def environment() -> dict:
-    """Where and when a result was measured."""
+def environment(device: str = "auto") -> dict:
+    """Where and when a result was measured; device as --device names it."""
     script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parent
     script = script.relative_to(root).as_posix() if script.is_relative_to(root) else script.name
     cpu, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
     if info.exists():
         names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = f"{len(names)} x {names[0]}" if names else cpu
+    if torch.cuda.is_available() and not device.startswith("cpu"):
+        machine = torch.cuda.get_device_name(None if device == "auto" else device)
+    else:
+        machine = cpu
     return {
         "command": " ".join(["python", script, *sys.argv[1:]]),
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
+        "machine": machine,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -236,11 +240,12 @@ def modes_of(config: BenchConfig, variant: Variant, temperature: float) -> dict[
             decode, variant, plain, promise, drafter, k
         )
 
-    def early_exit(name: str, thresholds, risk: float | None = None) -> None:
+    def early_exit(name: str, thresholds, **promised) -> None:
         decode = functools.partial(early_exit_generate, model, threshold=thresholds)
         modes[f"{label}early exit{name}"] = Mode(
-            decode, variant, plain, "exits", None, None, tuple(thresholds), risk, functools.partial(decode, audit=True)
-        )
+            decode, variant, plain, "exits",
+            audited=functools.partial(decode, audit=True), **promised,
+        )  # fmt: skip
 
     modes[plain] = Mode(functools.partial(generate, model), variant, plain)
     for k in config.draft_len:
@@ -257,9 +262,9 @@ def modes_of(config: BenchConfig, variant: Variant, temperature: float) -> dict[
     if exits and not config.exit_threshold and not config.exit_layer:
         try:
             sampling = SamplingParams(config.max_new_tokens, temperature)
-            promised = certified(model, sampling, "max_prob", "recompute")
-            risk = promised.risk if promised.loss == "disagreement" else None
-            early_exit("", promised.thresholds, risk)
+            found = certified(model, sampling, "max_prob", "recompute")
+            promised = {"risk": found.risk, "clip": found.clip} if found.loss == "disagreement" else {}
+            early_exit("", found.thresholds, **promised)
         except ValueError:  # nothing was calibrated for this
             early_exit(" 0.9", [0.9] * len(exits))
     for threshold in (config.exit_threshold or (0.9,) * bool(config.exit_layer)) if exits else ():
@@ -268,21 +273,37 @@ def modes_of(config: BenchConfig, variant: Variant, temperature: float) -> dict[
     return modes
 
 
-def perplexities(config: BenchConfig) -> list[dict]:
+def no_modes(config: BenchConfig, command: str) -> None:
+    """ValueError for what would choose among modes, where there are none to choose from."""
+    for name in ("only", "peers"):
+        if getattr(config, name):
+            raise ValueError(
+                f"--{name} is {','.join(getattr(config, name))}: {command} has no modes to choose from; leave it out"
+            )
+
+
+def perplexities(config: BenchConfig) -> dict:
     """Of each variant: memory of its weights, and on text that the bundled models never saw (the language reference that comes
-    with Python, 16 windows of 256 tokens) perplexity, and agreement and KL with the first variant."""
+    with Python, 16 windows of 256 tokens) perplexity, and agreement and KL with the first variant. "interrupted" after Ctrl-C,
+    with the variants that were complete by then."""
+    no_modes(config, "quality")
     if config.model.startswith(RANDOM):
         raise ValueError(f"--model {config.model}: random weights read no text")
     rows, reference = [], None
-    for name in config.variants:
-        model, tokenizer = load_target(config, name)
-        length = min(256, model.config.block_size)
-        ids = tokenizer.encode("\n".join(topics.values())[: 16 * 8 * length])[: 16 * length]
-        reference = reference or model
-        figures = compare_on_text(model, reference, torch.tensor(ids).view(-1, length))
-        rows.append({"variant": name, "megabytes": model.weight_bytes() / 1e6, **figures})
-        rows[-1]["perplexity_ratio"] = figures["perplexity"] / rows[0]["perplexity"]
-    return rows
+    try:
+        for name in config.variants:
+            model, tokenizer = load_target(config, name)
+            length = min(256, model.config.block_size)
+            ids = tokenizer.encode("\n".join(topics.values())[: 16 * 8 * length])[: 16 * length]
+            reference = reference or model
+            figures = compare_on_text(model, reference, torch.tensor(ids).view(-1, length))
+            first = rows[0]["perplexity"] if rows else figures["perplexity"]
+            row = {"variant": name, "megabytes": model.weight_bytes() / 1e6, **figures}
+            rows.append(row | {"perplexity_ratio": figures["perplexity"] / first})
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+    return {"rows": rows, "interrupted": len(rows) < len(config.variants)}
 
 
 def quality_table(rows: list[dict]) -> str:
@@ -364,7 +385,7 @@ def wanted(config: BenchConfig, parts: list[dict[str, Mode]]) -> dict[str, Mode]
     modes = {name: mode for part in parts for name, mode in part.items()}
     first, only = next(iter(modes)), config.only or ("",)
     strange = [part for part in only if not any(part in name for name in modes)]
-    if strange and not config.peers:
+    if strange:
         raise ValueError(f"--only holds {strange[0]!r}: no mode of {', '.join(modes)} has that in its name")
     named = {name: mode for name, mode in modes.items() if any(part in name for part in only)}
     needed = {first, *(mode.plain for mode in named.values())}  # plain's text is what gates compare with
@@ -479,6 +500,7 @@ def eager(model: GPT, prompts: list[list[int]], sampling: SamplingParams) -> lis
 
 def stack(config: StackConfig) -> dict:
     """Rows that each add one thing to the row before."""
+    no_modes(config, "stack")
     if (config.batch, config.temperature) != ((1,), (0.0,)):
         raise ValueError("stack decodes one prompt at a time, at temperature 0")
     if config.synthetic_acceptance:
@@ -681,7 +703,7 @@ def main(argv=None) -> int:
     if getattr(config, "threads", 0) not in (0, "auto"):
         torch.set_num_threads(config.threads)
     if isinstance(config, canary.CanaryConfig):
-        return canary.run(config, environment())
+        return canary.run(config, environment(config.device))
     began, said = time.perf_counter(), []
     try:
         if isinstance(config, PredictConfig):
@@ -689,7 +711,7 @@ def main(argv=None) -> int:
             said = [predict_lines(config, found)]
             found = {"predict": found}
         elif isinstance(config, QualityConfig):
-            found = {"rows": perplexities(config)}
+            found = perplexities(config)
             said = [quality_table(found["rows"])]
         elif isinstance(config, StackConfig):
             found = stack(config)
@@ -700,7 +722,11 @@ def main(argv=None) -> int:
             if isinstance(config, SweepConfig):
                 found["sweep"] = [row for row in found["rows"] if row["draft_len"] is not None]
                 said = [sweep_table(found["sweep"]), *remarks(found["rows"])]
-        result = environment() | {"seconds": time.perf_counter() - began, "flags": dataclasses.asdict(config)} | found
+        result = (
+            environment(getattr(config, "device", "cpu"))
+            | {"seconds": time.perf_counter() - began, "flags": dataclasses.asdict(config)}
+            | found
+        )
         if "ceilings" in found:
             roof = found["ceilings"]
             said.insert(0, f"ceilings, measured: {roof['bytes_per_second'] / 1e9:.1f} GB/s (a copy), "

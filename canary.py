@@ -9,6 +9,7 @@ Exit status 1 says above the bound and nothing else, so that a scheduler can act
 import copy
 import dataclasses
 import json
+import math
 import sys
 import time
 import traceback
@@ -16,7 +17,7 @@ import traceback
 from tqdm import tqdm
 
 import quality
-from certificate import certified, hoeffding_bentkus_p
+from certificate import certified
 from checkpoint import BUNDLED, flag, parse_flags
 from decode import heed
 from metrics import aggregate
@@ -57,13 +58,24 @@ class CanaryConfig(Config):
             raise ValueError(f"--bound is {self.bound}: it must be from 0 to 1")
 
 
+def parting_gap(session: Session, plain: list[int], other: list[int], at: int) -> tuple[float, float]:
+    """How far apart what decides at token `at` is, and below what that is a near-tie; no end of a text is one."""
+    before = session.prompt + plain[:at]
+    if at == min(len(plain), len(other)):
+        return math.inf, 0.0
+    if session.sampling.temperature == 0:
+        return session.gap(before)
+    return quality.race_gap(session.model, session.sampling, session.sampling.seed, before, (plain[at], other[at]))
+
+
 def canary(config: CanaryConfig) -> dict:
     """Decode requests with and without the optimisation, and count what differs.
 
     1. plain and optimised, with the same seed; where the texts part first, and whether that is a near-tie
-    2. disagreement of a request. Lossless modes: the share of its tokens from there on, 0 behind a near-tie (temperature 0,
-       not in float64). Early exit: the share of its tokens in which the full model, with the same noise, disagrees;
-       without --bound above what the certificate allows, with its confidence
+    2. disagreement of a request. Lossless modes: the share of its tokens from there on, 0 behind a near-tie (not in
+       float64). Early exit: the share of its tokens in which the full model, with the same noise, disagrees
+    3. above the bound: the mean of all. Without --bound, the lower end of the certificate's check, whose upper end says what
+       so few requests may hide (quality.certified_interval)
     """
     texts = quality.read_prompts(config.prompts or str(BUNDLED / "stdlib" / "prompts.json"))
     n = config.n if config.temperature > 0 else min(config.n, len(texts))  # greedily, a prompt twice says nothing new
@@ -87,19 +99,20 @@ def canary(config: CanaryConfig) -> dict:
         at, n_tokens = n_same(plain, out), max(len(plain.tokens), len(out.tokens))
         excused = False
         if at < n_tokens:
-            gap, tie = session.gap(session.prompt + plain.tokens[:at])
-            excused = config.temperature == 0 and session.dtype != "float64" and gap <= tie
-            parted.append({"request": i, "token": at, "gap": gap, "near_tie": excused})
+            gap, tie = parting_gap(session, plain.tokens, out.tokens, at)
+            excused = session.dtype != "float64" and gap <= tie
+            parted.append({"request": i, "token": at, "gap": gap if math.isfinite(gap) else None, "near_tie": excused})
         if config.mode == "early-exit":
             shares.append(min(out.stats.audit_disagreed / max(len(out.tokens), 1), clip))
         else:
             shares.append(0.0 if excused else (n_tokens - at) / max(n_tokens, 1))
     if n_optimised == 0:
         raise ValueError(f"not one token came by {config.mode}: there is nothing to compare (is the kill switch on?)")
-    disagreement = sum(shares) / n
+    disagreement, hidden = sum(shares) / n, None
     above = disagreement > bound
     if certificate is not None:  # a mean of few lies above its expectation every other time: it must be improbable
-        above = hoeffding_bentkus_p([1 - share / clip for share in shares], 1 - bound / clip) <= certificate.delta
+        low, hidden = quality.certified_interval(shares, bound, clip)
+        above = low > bound
     return {
         "canary": config.mode,
         "requests": n,
@@ -109,6 +122,7 @@ def canary(config: CanaryConfig) -> dict:
         "disagreement": disagreement,
         "bound": bound,
         "above": above,
+        "at_most": hidden,
         "plain": aggregate(plain_stats),
         "optimised": aggregate(stats),
     }
@@ -118,8 +132,10 @@ def canary_line(result: dict) -> str:
     ties = sum(part["near_tie"] for part in result["parted"])
     first = min((part["token"] for part in result["parted"]), default=None)
     where = "" if first is None else f", the earliest at token {first + 1}, {ties} at near-ties"
+    hidden = result["at_most"] or 0.0
+    few = f" ({hidden:.2%} would not be noticed: --n is small)" if hidden > quality.NOTICED * result["bound"] else ""
     return (f"canary {result['canary']}: {'ABOVE the bound' if result['above'] else 'within the bound'}: "
-            f"{result['disagreement']:.3%} differ, {result['bound']:.3%} may; {len(result['parted'])} of {result['requests']} "
+            f"{result['disagreement']:.3%} differ, {result['bound']:.3%} may{few}; {len(result['parted'])} of {result['requests']} "
             f"texts part from plain's{where}; {result['optimised_tokens']} of {result['optimised']['tokens']} tokens were "
             "optimised")  # fmt: skip
 

@@ -13,6 +13,7 @@ import math
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,9 +22,11 @@ import torch
 
 import kernels
 import quality
-from decode import PREFILL_CHUNK, Generation, SamplingParams, heed, near_tie, pack
+from auto import weights_read
+from decode import PREFILL_CHUNK, Generation, Sampler, SamplingParams, heed, near_tie, pack
 from metrics import add_up, percentiles, phase_seconds
-from model import GPT, Matrix
+from model import GPT, GPTConfig, Matrix
+from rounds import runs_alone
 from speculative import ExitDrafter, HeadDrafter, ModelDrafter
 from tokenizer import Tokenizer
 
@@ -46,8 +49,8 @@ class Mode(NamedTuple):
     promise: str | None = None  # "text", "law", "exits"
     drafter: object | None = None
     draft_len: int | str | None = None
-    thresholds: tuple[float, ...] = ()
-    risk: float | None = None  # of the certificate: share of tokens that may differ
+    risk: float | None = None  # of the certificate: share of a sequence's tokens that may differ
+    clip: float | None = None  # of the certificate: what a sequence counts at most
     audited: Callable[[list[list[int]], SamplingParams], list[Generation]] | None = None
 
 
@@ -59,11 +62,20 @@ class Group(NamedTuple):
     items: list  # as the file has them
 
 
+class Text(NamedTuple):
+    """What plain and a mode made of a prompt, with the same seed."""
+
+    prompt: list[int]
+    plain: Generation
+    run: Generation
+    seed: int
+
+
 class Measured(NamedTuple):
     """What one mode did on one group."""
 
     runs: list[Generation]  # not timed, audited where that can be
-    n_layer_runs: int  # layers of the target that were run, for however many rows; prompts apart. 0: not seen from here
+    calls: Counter | None  # of early exit: what a run asks of the target; None: not seen from here
     seconds: list[float]  # of a token, in each timed run
     timed: list[list[Generation]]
 
@@ -78,17 +90,18 @@ def measure(config, modes: dict[str, Mode], groups: list[Group], temperature: fl
     """{mode: what it did}, by group, and whether Ctrl-C, or the end of another engine's process, cut it short: then with the
     groups that were complete.
 
-    1. one run of each mode on each group, not timed: warm-up, tokens, acceptance, layers
+    1. one run of each mode on each group, not timed: warm-up, tokens, acceptance; of early exit another, for its calls
     2. `repeats` timed runs of each, interleaved, each time beginning with another mode
     """
     done, names = [], list(modes)
     try:
         for group in groups:
-            seeds = [config.seed + group.first + i for i in range(len(group.prompts))]
-            sampling = SamplingParams(config.max_new_tokens, temperature, seed=seeds)
+            sampling = SamplingParams(config.max_new_tokens, temperature, seed=seeds_of(config, group))
             found = {}
             for name, mode in modes.items():
-                found[name] = Measured(*watched(mode, group.prompts, sampling), [], [])
+                runs = heed((mode.audited or mode.decode)(group.prompts, sampling))
+                calls = calls_of(mode, group.prompts, sampling) if mode.promise == "exits" else None
+                found[name] = Measured(runs, calls, [], [])
                 bar.update()
             for repeat in range(config.repeats):
                 first = repeat % len(names)
@@ -106,25 +119,12 @@ def measure(config, modes: dict[str, Mode], groups: list[Group], temperature: fl
     return done, False
 
 
-def watched(mode: Mode, prompts: list[list[int]], sampling: SamplingParams) -> tuple[list[Generation], int]:
-    """A run, and how many layers of the target it ran behind the prompts: rows of a batch share some of them."""
-    decode = mode.audited or mode.decode
-    if mode.variant is None:
-        return heed(decode(prompts, sampling)), 0
-    model, n_runs = mode.variant.model, 0
+def seeds_of(config, group: Group) -> list[int]:
+    return [config.seed + group.first + i for i in range(len(group.prompts))]
 
-    def counting(x, cache, positions, first, last):
-        nonlocal n_runs
-        n_runs += (last - first) * (cache is not None)
-        return GPT.run_layers(model, x, cache, positions, first, last)
 
-    model.run_layers = counting
-    try:
-        runs = heed(decode(prompts, sampling))
-    finally:
-        del model.run_layers
-    chunks = -(-(max(map(len, prompts)) - 1) // PREFILL_CHUNK)
-    return runs, max(n_runs - chunks * model.config.n_layer, 0)
+def texts_of(config, group: Group, plain: list[Generation], batch: list[Generation]) -> list[Text]:
+    return list(map(Text, group.prompts, plain, batch, seeds_of(config, group)))
 
 
 class Ceilings(NamedTuple):
@@ -175,10 +175,13 @@ def work_of(mode: Mode, prompts: list[list[int]], batch: list[Generation]) -> Wo
     position = 2 * shape.n_kv_head * shape.head_dim * model.dtype.itemsize  # keys and values, of a layer
     longest = max(rows, key=lambda stats: stats.layer_passes)
     read = longest.layer_passes * layer + longest.target_passes * head + longest.drafted * draft_bytes(mode.drafter)
-    read += sum(s.layer_passes * position * (len(ids) + s.tokens / 2) for ids, s in zip(prompts, rows))
-    weights = sum(math.prod(part.shape) for part in model.blocks.modules() if isinstance(part, Matrix))
-    weights += math.prod(model.output_weight.shape)
-    flops = 2 * weights * sum(stats.rounds + stats.drafted for stats in rows)
+    contexts = [len(ids) + s.tokens / 2 for ids, s in zip(prompts, rows)]
+    read += sum(s.layer_passes * position * context for context, s in zip(contexts, rows))
+    flops = sum(
+        (s.rounds + s.drafted) * operations(shape, context, shape.n_layer, shape.vocab_size)
+        + s.drafted * draft_operations(mode.drafter, context)
+        for context, s in zip(contexts, rows)
+    )
     longest_text = max(len(ids) + len(run.tokens) for ids, run in zip(prompts, batch))
     held = (
         model.weight_bytes()
@@ -204,44 +207,120 @@ def draft_bytes(drafter, own: bool = False) -> int:
     return sum(draft_bytes(part, own) for part in parts if part is not None)
 
 
-class ExitCosts(NamedTuple):
-    """Seconds, for the rows of a batch together."""
-
-    layer: float  # for one new token of each row
-    wider: float  # what a parked token that rides along adds to a layer
-    head: float
-    asked: float  # an exit's confidence
+def operations(shape: GPTConfig, context: float, n_layer: int, n_outputs: int, n_more: int = 0) -> float:
+    """Of one token behind `context` others: its products with layers, outputs and n_more weights, and its attention."""
+    attention = 4 * shape.n_head * shape.head_dim * context * n_layer  # scores, and their sum of values
+    return 2 * (weights_read(shape, n_layer, n_outputs) + n_more) + attention
 
 
-@functools.cache
+def draft_operations(drafter, context: float) -> float:
+    """Of one drafted token, beside the target's own layers: those of an exit's are the verification's too."""
+    if isinstance(drafter, (ExitDrafter, HeadDrafter)):
+        shape = drafter.model.config if isinstance(drafter, ExitDrafter) else drafter.head.config
+        n_outputs = shape.vocab_size if shape.exit_vocab is None else len(shape.exit_vocab)
+        if isinstance(drafter, HeadDrafter):
+            return operations(shape, context, 1, n_outputs, 2 * shape.n_embd**2)  # it fuses a token and a hidden state
+        return operations(shape, context, 0, n_outputs, shape.n_embd**2 * ("draft" in shape.exit_adapters))
+    if isinstance(drafter, ModelDrafter):
+        shape = drafter.model.config
+        return operations(shape, context, shape.n_layer, shape.vocab_size)
+    parts = [*getattr(drafter, "drafters", ()), getattr(drafter, "drafter", None)]
+    return sum(draft_operations(part, context) for part in parts if part is not None)
+
+
+# Calls that a pass of early exit is made of: (what, rows of the batch, ..), as calls_of saw them and seconds_of times them.
+#
+#     ("layers", rows, width, layers)   width: of the row with most tokens, to which all are padded
+#     ("head", rows, exit or not)       logits
+#     ("asked", rows)                   an exit's confidence
+#     ("draw", rows)                    those that leave at one depth are drawn together
+
+
+def steps_of(runs: list[Generation]) -> list[Counter]:
+    """Of each step of rows in lockstep: {layers that ran: rows that left there}."""
+    columns = itertools.zip_longest(*(run.layers_run for run in runs))
+    return [Counter(n for n in column if n is not None) for column in columns]
+
+
+def plain_calls(runs: list[Generation], n_layer: int) -> Counter:
+    calls = Counter()
+    for n in (sum(step.values()) for step in steps_of(runs)):
+        calls.update([("layers", n, 1, n_layer), ("head", n, False), ("draw", n)])
+    return calls
+
+
+def calls_of(mode: Mode, prompts: list[list[int]], sampling: SamplingParams) -> Counter | None:
+    """What a run, not audited, asks of the target behind its prompts. None where the device runs it by itself, unseen."""
+    model, calls = mode.variant.model, []
+    if runs_alone(model, sampling):
+        return None
+
+    def run_layers(x, cache, positions, first, last):
+        calls.append(("layers", *x.shape[:2], last - first))
+        return GPT.run_layers(model, x, cache, positions, first, last)
+
+    def logits(x, exit_layer=None, *how):
+        calls.append(("head", len(x), exit_layer is not None))
+        return GPT.logits(model, x, exit_layer, *how)
+
+    def exit_confidence(x, *how):
+        calls.append(("asked", len(x)))
+        return GPT.exit_confidence(model, x, *how)
+
+    model.run_layers, model.logits, model.exit_confidence = run_layers, logits, exit_confidence
+    try:
+        runs = heed(mode.decode(prompts, sampling))
+    finally:
+        del model.run_layers, model.logits, model.exit_confidence
+    n_chunks = -(-(max(map(len, prompts)) - 1) // PREFILL_CHUNK)
+    draws = (("draw", n) for step in steps_of(runs) for n in step.values())
+    return Counter([*calls[n_chunks:], *draws])
+
+
 @torch.inference_mode()
-def exit_costs(model: GPT, batch: int, n_rounds: int = 12) -> ExitCosts:
-    n_layer, at = model.config.n_layer, min(63, model.config.block_size - 4)
-    cache, times = model.new_cache(batch, at + 4), ([], [], [], [])
-
-    def run(width: int) -> torch.Tensor:
-        ids, positions = pack([[0] * width] * batch, [at] * batch, model.device)
-        return model.run_layers(model.embed(ids, positions), cache, positions, 0, n_layer)
-
-    x = run(1)[:, 0]
-    asks = functools.partial(model.exit_confidence, x, model.config.exit_layers[0])
+def seconds_of(calls: set[tuple[GPT, tuple]], temperature: float, n_rounds: int = 8) -> dict[tuple[GPT, tuple], float]:
+    """What each call of a model takes alone, interleaved."""
+    acts = {(model, call): prepared(model, call, temperature) for model, call in calls}
+    times = {key: [] for key in acts}
     for _ in range(n_rounds):
-        for kept, act in zip(times, (lambda: run(1), lambda: run(4), lambda: model.logits(x), asks)):
+        for (model, call), act in acts.items():
             began = time.perf_counter()
             act()
             if model.device.type == "cuda":
                 torch.cuda.synchronize()
-            kept.append(time.perf_counter() - began)
-    one, four, head, asked = map(statistics.median, times)
-    return ExitCosts(one / n_layer, max(four - one, 0.0) / 3 / n_layer, head, asked)
+            times[model, call].append(time.perf_counter() - began)
+    return {key: statistics.median(taken) for key, taken in times.items()}
 
 
-def predicted(mode: Mode, batch, plain, n_layer_runs: int = 0) -> tuple[float, dict[str, float]] | None:
+def prepared(model: GPT, call: tuple, temperature: float) -> Callable[[], object]:
+    """The call, ready to be made."""
+    (what, rows, *shape), device, n_layer = call, model.device, model.config.n_layer
+    width, n_run = shape if what == "layers" else (1, n_layer)
+    at = min(63, model.config.block_size - width)
+    ids, positions = pack([[0] * width] * rows, [at] * rows, device)
+    cache, x = model.new_cache(rows, at + width), model.embed(ids, positions)
+    for part in (cache.k, cache.v, cache.k_scale, cache.v_scale):
+        if part is not None:
+            part.zero_()  # what is read in front of the call must be numbers
+    run = functools.partial(model.run_layers, x, cache, positions, 0, n_run)
+    if what == "layers":
+        return run
+    x = run()[:, 0]
+    if what == "asked":
+        return functools.partial(model.exit_confidence, x, model.config.exit_layers[0])
+    if what == "head":
+        return functools.partial(model.logits, x, model.config.exit_layers[0] if shape[0] else None)
+    sampler = Sampler(SamplingParams(temperature=temperature), [[0] * at for _ in range(rows)], model)
+    return functools.partial(sampler.sample, list(range(rows)), model.logits(x))
+
+
+def predicted(
+    mode: Mode, batch, plain, seconds: tuple[float, float] | None = None
+) -> tuple[float, dict[str, float]] | None:
     """Speed to plain by the cost model, and what it leaves out, as factors that were measured in the same run.
 
     Speculation: (1 - alpha^(k + 1)) / (1 - alpha) tokens a round of k drafts (Leviathan et al. 2023), over the time of its drafts
-    and its verification in plain passes. Early exit: layers run and rows that rode along, exits asked and heads read, at what
-    each costs alone.
+    and its verification in plain passes. Early exit: seconds of plain's calls and of its own, at what each takes alone.
     "acceptance": acceptance that is no constant, tokens of a round by the model to those seen; "loop": all but drafts and passes.
     """
     total = add_up(run.stats for run in batch)
@@ -252,22 +331,26 @@ def predicted(mode: Mode, batch, plain, n_layer_runs: int = 0) -> tuple[float, d
     loop = (1 + plain_times["other"] / plain_passes) / (1 + times["other"] / passes)
     n_plain = sum(len(run.tokens) for run in plain)
     if mode.promise == "exits":
-        layer, wider, head, asked = exit_costs(mode.variant.model, len(batch))
-        n_layer, exits = mode.variant.model.config.n_layer, mode.variant.model.config.exit_layers
-        live = [e for e, threshold in zip(exits, mode.thresholds) if threshold <= 1]
-        n_asked = sum(n * sum(e <= at for e in live) for at, n in total.exit_histogram.items())
-        n_asked += (total.tokens - total.exited) * len(live)
-        # a token that leaves reads the exit's rows twice: once for its confidence, once to be drawn
-        seconds = (n_asked + total.exited) * asked + total.plain * head  # of all rows, who share them
-        n_runs = n_layer_runs or total.layer_passes / len(batch)
-        n_wider = max(total.tokens * n_layer - n_runs * len(batch), 0)
-        seconds = n_runs * layer + (seconds + n_wider * wider) / len(batch)
-        return total.tokens / len(batch) * (n_layer * layer + head) / seconds, {"loop": loop}
+        return seconds and (total.tokens / seconds[1] * seconds[0] / n_plain, {"loop": loop})
     judged = total.accepted + total.corrected
     alpha = total.accepted / judged if judged else 0.0
     by_model = sum(n * sum(alpha**i for i in range(k + 1)) for k, n in enumerate(total.drafted_histogram))
     ratio = by_model / passes * plain_passes / n_plain
     return ratio, {"acceptance": total.tokens / by_model, "loop": loop}
+
+
+def call_seconds(mode: Mode, first: Mode, ours: list[Measured], base: list[Measured], temperature: float) -> list:
+    """Of each group the seconds of plain's calls and of the mode's, at what each takes alone; None where it does not tell."""
+    if mode.promise != "exits" or first.variant is None or any(found.calls is None for found in ours):
+        return [None] * len(ours)
+    models = first.variant.model, mode.variant.model
+    calls = [(plain_calls(b.runs, models[0].config.n_layer), a.calls) for a, b in zip(ours, base)]
+    kinds = {(model, call) for pair in calls for model, part in zip(models, pair) for call in part}
+    alone = seconds_of(kinds, temperature)
+    return [
+        tuple(sum(n * alone[model, call] for call, n in part.items()) for model, part in zip(models, pair))
+        for pair in calls
+    ]
 
 
 def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Measured]], groups: list[Group],
@@ -279,7 +362,6 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     plains = [found[mode.plain if mode.plain in modes else first] for found in done]
     ratios = [theirs / own for a, b in zip(ours, base) for own, theirs in zip(a.seconds, b.seconds)]
     runs, plain_runs = ([run for found in part for run in found.runs] for part in (ours, plains))
-    prompts = [prompt for group in groups for prompt in group.prompts]
     total, n_tokens = add_up(run.stats for run in runs), sum(len(run.tokens) for run in runs)
     seconds = statistics.median(x for found in ours for x in found.seconds)
     batches = [batch for found in ours for batch in found.timed]  # all times are theirs: they warm up and audit nothing
@@ -288,7 +370,8 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     between = percentiles([t for s in timed for t in s.token_seconds[1:]])
     n_equal = sum(x == y for run, plain in zip(runs, plain_runs) for x, y in zip(run.tokens, plain.tokens))
     n_longest = sum(max(len(run.tokens), len(plain.tokens)) for run, plain in zip(runs, plain_runs))
-    pairs = [(*pair, a.n_layer_runs) for a, b in zip(ours, base) for pair in zip(a.timed, b.timed)]
+    priced = call_seconds(mode, modes[first], ours, base, temperature)
+    pairs = [(*pair, seconds) for a, b, seconds in zip(ours, base, priced) for pair in zip(a.timed, b.timed)]
     guesses = [guess for pair in pairs if (guess := predicted(mode, *pair))]
     row = {
         "mode": name, "batch": len(groups[0].prompts), "temperature": temperature,
@@ -315,13 +398,13 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     spent = {part: sum(p[part] for p in phases) for part in ("draft", "verify", "other")}
     n_rounds = sum(max(run.stats.rounds for run in batch) for batch in batches)
     starts = [0.0, *itertools.accumulate(spent.values())]
-    texts = list(zip(prompts, plain_runs, runs))
+    texts = [text for group, a, b in zip(groups, ours, plains) for text in texts_of(config, group, b.runs, a.runs)]
     reference = next(mode.variant.model for mode in modes.values() if mode.variant)
     again = [
         text
         for group, a, b in zip(groups, ours, plains)
         for batch in a.timed
-        for text in zip(group.prompts, b.runs, batch)
+        for text in texts_of(config, group, b.runs, batch)
     ]
     row |= {
         "predicted_ratio": statistics.median(ratio for ratio, _ in guesses) if guesses else None,
@@ -352,37 +435,41 @@ def pass_rate(groups: list[Group], runs, plain_runs, decode_text) -> dict | None
     return {"passed": sum(passed), "asked": len(asked), "difference": difference, "interval": interval}
 
 
-def gate(config, mode: Mode, texts: list, temperature: float) -> dict | None:
-    """The verdict on what the mode promises; texts: (prompt, plain's run, the mode's run)."""
+def gate(config, mode: Mode, texts: list[Text], temperature: float) -> dict | None:
+    """The verdict on what the mode promises."""
     if mode.promise is None:
         return None
     model = mode.variant.model
     if mode.promise == "exits":
         if temperature == 0:  # the same prompt again is no other sequence
-            texts = {tuple(prompt): (prompt, plain, run) for prompt, plain, run in texts}.values()
+            texts = {tuple(text.prompt): text for text in texts}.values()
         bound = config.max_disagreement if mode.risk is None else mode.risk
-        return quality.disagreement_gate([run.stats for *_, run in texts], bound, config.max_nats)
+        return quality.disagreement_gate([text.run.stats for text in texts], bound, config.max_nats, mode.clip)
+    sampling = SamplingParams(config.max_new_tokens, temperature)
     if mode.promise == "law":
-        sampling = SamplingParams(config.max_new_tokens, temperature)
-        return quality.distribution_gate(model, sampling, [(prompt, run.tokens) for prompt, _, run in texts])
-    exact, gap = model.dtype == torch.float64, None
-    if temperature == 0:
-        gap = functools.partial(near_tie, model)
-    return quality.identity_gate([(prompt, plain.tokens, run.tokens) for prompt, plain, run in texts], exact, gap)
+        return quality.distribution_gate(model, sampling, [(text.prompt, text.run.tokens) for text in texts])
+
+    def gap(i: int, ids: list[int], drawn: tuple[int, int]) -> tuple[float, float]:
+        if temperature == 0:
+            return near_tie(model, ids)
+        return quality.race_gap(model, sampling, texts[i].seed, ids, drawn)
+
+    pairs = [(text.prompt, text.plain.tokens, text.run.tokens) for text in texts]
+    return quality.identity_gate(pairs, None if model.dtype == torch.float64 else gap)
 
 
-def distance(mode: Mode, texts: list, temperature: float, reference: GPT) -> dict:
+def distance(mode: Mode, texts: list[Text], temperature: float, reference: GPT) -> dict:
     """kl: of the law that drew each token from the reference's there, the first variant's full model. nll_difference: by how
     much less likely the variant's own full model finds the mode's tokens than what it would have drawn itself: 0 where nothing
     else draws. What promises the text or the law of another variant's plain is as far away as that: None."""
-    model, n_tokens = mode.variant.model, sum(len(run.tokens) for *_, run in texts)
-    nats = sum(run.stats.audit_nats for *_, run in texts) / n_tokens
+    model, n_tokens = mode.variant.model, sum(len(text.run.tokens) for text in texts)
+    nats = sum(text.run.stats.audit_nats for text in texts) / n_tokens
     if mode.promise in ("text", "law") or (mode.promise is None and model is reference):
         return {"kl": 0.0 if model is reference else None, "nll_difference": nats}
     sampling = SamplingParams(temperature=temperature)
     kl = sum(
-        quality.text_figures(model, prompt, run, sampling, reference)["kl"] * len(run.tokens)
-        for prompt, _, run in texts
+        quality.text_figures(model, text.prompt, text.run, sampling, reference)["kl"] * len(text.run.tokens)
+        for text in texts
     )
     return {"kl": kl / n_tokens, "nll_difference": nats}
 

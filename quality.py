@@ -6,7 +6,7 @@
     gate = distribution_gate(model, sampling, runs)             # {"kind", "verdict", "value", "bound", "why"}
 
     promise of a mode                            what may part from plain         gate
-    temperature 0, or coupled                    nothing, or behind a near-tie    identity_gate
+    temperature 0, or coupled                    nothing, or behind a near-tie    identity_gate (near_tie, race_gap)
     rejection above temperature 0                the text, not its law            distribution_gate
     early exit, and whatever else approximates   a bounded share of tokens        disagreement_gate
 
@@ -26,13 +26,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import kernels
-from decode import DecodeStats, Generation, Sampler, SamplingParams
+from decode import DecodeStats, Generation, Sampler, SamplingParams, near_tie
 from model import GPT
 from tokenizer import Tokenizer, apply_chat
 
@@ -241,39 +242,90 @@ def _gate(kind: str, verdict: str, value: float, bound: float, why: str) -> dict
     return {"kind": kind, "verdict": verdict, "value": value, "bound": bound, "why": why}
 
 
-def parting(prompt, plain, other, exact: bool, gap) -> tuple[str, str]:
-    """How a text parts from plain's: "same", "tie", "unknown" (a tie or not: nobody asked) or "fault"; and where."""
+def parting(prompt, plain, other, gap) -> tuple[str, str]:
+    """How a text parts from plain's: "same", "tie" or "fault"; and where."""
     plain, other = list(plain), list(other)
     if plain == other:
         return "same", ""
     shorter = min(len(plain), len(other))
     at = next((i for i in range(shorter) if plain[i] != other[i]), shorter)
     where = f"parts at token {at + 1}"
-    if exact or at == shorter:  # the same tokens up to an end are no tie
+    if gap is None or at == shorter:  # the same tokens up to an end are no tie
         return "fault", where
-    if gap is None:
-        return "unknown", where
-    apart, bound = gap([*prompt, *plain[:at]])
-    return "tie" if apart <= bound else "fault", f"{where}, the best logits {apart:.2g} apart (bound {bound:.2g})"
+    apart, bound = gap([*prompt, *plain[:at]], (plain[at], other[at]))
+    return "tie" if apart <= bound else "fault", f"{where}, where what decides is {apart:.2g} apart (bound {bound:.2g})"
 
 
-def identity_gate(pairs, exact: bool, gap: Callable[[list[int]], tuple[float, float]] | None = None) -> dict:
+def identity_gate(pairs, gap: Callable[[int, list[int], tuple[int, int]], tuple[float, float]] | None = None) -> dict:
     """Texts must be plain's. pairs: (prompt, plain's tokens, the mode's tokens).
 
-    Not exact: the first difference is excused where gap(ids before it) -> (distance of the two best logits, bound) is
-    within its bound; what follows a tie is another text. Without gap (above temperature 0) a difference leaves the gate
-    unsure. Value: the share of texts that part without excuse.
+    The first difference of pair i is excused where gap(i, ids before it, its two tokens) -> (distance, bound) is within
+    its bound: near_tie's at temperature 0, race_gap's above; what follows a tie is another text. gap None: exact, as in
+    float64, where nothing is excused. Value: the share of texts that part without excuse.
     """
-    found = [parting(*pair, exact, gap) for pair in pairs]
+    found = [parting(*pair, gap and partial(gap, i)) for i, pair in enumerate(pairs)]
     if not found:
         raise ValueError("pairs are empty: give at least one (prompt, plain's tokens, the mode's tokens)")
     kinds = [kind for kind, _ in found]
-    verdict = "failed" if "fault" in kinds else "unsure" if "unknown" in kinds else "passed"
     why = (
         f"{len(kinds) - kinds.count('same')} of {len(kinds)} texts part from plain's, {kinds.count('tie')} at near-ties"
     )
-    unexcused = [f"; text {i + 1} {where}" for i, (kind, where) in enumerate(found) if kind in ("fault", "unknown")]
-    return _gate("identity", verdict, kinds.count("fault") / len(kinds), 0.0, "".join([why, *unexcused[:1]]))
+    faults = [f"; text {i + 1} {where}" for i, (kind, where) in enumerate(found) if kind == "fault"]
+    verdict = "failed" if faults else "passed"
+    return _gate("identity", verdict, len(faults) / len(kinds), 0.0, "".join([why, *faults[:1]]))
+
+
+def survivors(z: torch.Tensor, slack: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Which tokens (V,) the filters of process_logits_ref keep, where each had its own logit z (V,) higher by slack.
+
+    slack above 0: that may be kept if logits move by so much against one another; below 0: that are kept even so.
+    What lies in front of a token under top-p may move too: its odds count e^-slack times.
+    """
+    raised, kept = z + slack, z > -torch.inf
+    ordered = z.sort(descending=True).values
+    if 0 < top_k < len(z):  # a token that sinks is followed by the next, one that rises displaces the last
+        kept = kept & (raised >= ordered[top_k - (slack > 0)])
+    if top_p < 1:
+        mass, n_above = z.exp(), len(z) - torch.searchsorted(ordered.flip(0), raised, right=True)
+        order = z.argsort(descending=True)
+
+        def above(mass: torch.Tensor) -> torch.Tensor:
+            return torch.cat((mass.new_zeros(1), mass[order].cumsum(0)))[n_above]
+
+        own = mass if slack < 0 else 0.0  # a token that sinks is not in front of itself
+        front, rest = above(mass) - own, mass[kept].sum() - above(mass * kept) + own
+        kept = kept & (front < rest * (top_p / (1 - top_p) * math.exp(min(slack, 99.0))))
+    if min_p > 0:
+        rival = torch.where(z == ordered[0], ordered[min(1, len(z) - 1)], ordered[0])
+        kept = kept & (raised >= rival + math.log(min_p))
+    return kept
+
+
+@torch.inference_mode()
+def race_gap(
+    model: GPT, sampling: SamplingParams, seed: int, tokens: list[int], drawn: Sequence[int]
+) -> tuple[float, float]:
+    """near_tie above temperature 0: by how much the race's winner behind tokens leads the worse of drawn, and the bound.
+
+    Plain and coupled decoding draw argmin(E / p) with the same noise E of a seed and an index (kernels.race), so in finite
+    precision they part only where log(p / E) of both tokens is within rounding of the best. sampling and seed: the row's.
+    A token whose logit lies within the bound of a filter's cut may be kept or not: it may be drawn, and beats nobody.
+    Another that is cut is infinitely far.
+    """
+    bound = near_tie(model, tokens, sampling.repetition_penalty)[1] / sampling.temperature
+    sampler = Sampler(replace(sampling, seed=[seed]), [tokens], model)
+    logits = sampler.penalised([0], model(torch.tensor([tokens], device=model.device))[:, -1:])[0, 0].double()
+    z = (logits - logits.max()) / sampling.temperature
+    ids, index = torch.arange(len(z), device=z.device), torch.tensor([len(tokens)], device=z.device)
+    w0, w1, w2, w3 = kernels._words(sampler.seeds, index, kernels.SAMPLE, torch.zeros_like(index), ids // 2)[:, 0]
+    odd = ids % 2 == 1
+    score = z - kernels._exponential(torch.where(odd, w2, w0), torch.where(odd, w3, w1)).log()
+    filters = (sampling.top_k, sampling.top_p, sampling.min_p)
+    possible, certain = survivors(z, bound, *filters), survivors(z, -bound, *filters)
+    drawn = torch.tensor(drawn, device=z.device)
+    if not possible[drawn].all():
+        return math.inf, bound
+    return float((score[certain].max() if certain.any() else score[drawn].min()) - score[drawn].min()), bound
 
 
 def hidden_states(model: GPT, prompt, tokens, depths=()) -> dict[int, torch.Tensor]:
@@ -348,31 +400,74 @@ def distribution_gate(model: GPT, sampling: SamplingParams, runs, seed: int = 0)
 
 
 LEAST_SEQUENCES = 10  # a bootstrap over fewer is too narrow to promise anything
+NOTICED = 3  # times the certified risk: a check passes that would have noticed so much
+WORSE = 2.5  # times that: the loss of the sequence that is imagined beside those that were seen
 
 
-def disagreement_gate(stats: Sequence[DecodeStats], bound: float, nats_bound: float) -> dict:
-    """The audit's share of tokens that differ, and its nats per token, within their bounds.
+def certified_interval(losses: Sequence[float], risk: float, clip: float) -> tuple[float, float]:
+    """95% interval of the expected loss of a sequence, from losses (N,) each at most clip, as certificates count them.
 
-    stats: one per audited sequence; value and bound: of the share. Passed where the upper ends of both 95% intervals
-    are within the bounds, failed where a lower end is above its own, else unsure.
+    A bootstrap knows only what it has seen, so one more sequence is imagined: without loss for the lower end, and WORSE
+    than what must be noticed for the upper. At the certified risk the lower end then lies above it in 2.5% of checks at
+    most, and at NOTICED times the risk the upper end lies below that in 5% at most, from LEAST_SEQUENCES sequences on
+    whose expected losses vary no more than their mean (simulated in tests/test_quality.py).
+    """
+    return bootstrap([*losses, 0.0])[0], bootstrap([*losses, min(WORSE * NOTICED * risk, clip)])[1]
+
+
+def sequences_missing(n: int, suffices: Callable[[np.ndarray], bool]) -> str:
+    """How many more sequences like the n that were seen would suffice; suffices(index of each, again and again)."""
+    for wanted in sorted({max(LEAST_SEQUENCES, math.ceil(n * 1.1**i)) for i in range(1, 31)}):
+        if wanted > n and suffices(np.arange(wanted) % n):
+            return f"about {wanted - n} more like them would tell"
+    return "more like them would not tell"
+
+
+def disagreement_gate(stats: Sequence[DecodeStats], bound: float, nats_bound: float, clip: float | None = None) -> dict:
+    """The audit's share of tokens that differ, and its nats per token, within their bounds; stats: one per sequence.
+
+    By hand (clip None): the share of all tokens. Passed where the upper ends of both 95% intervals are within the bounds,
+    failed where a lower end is above its own, else unsure.
+
+    Certified: bound is the certificate's risk, of the share in a sequence, which counts at most clip. The certificate is
+    the evidence, from sequences of its own, and this is a check against it: failed where the lower end is above the risk;
+    passed where it is not and the upper end is below NOTICED times the risk, so that a mode as bad as that would have been
+    noticed; else unsure. Nats are judged as by hand.
     """
     stats = [s for s in stats if s.tokens]
     if any(s.exited > s.audited for s in stats):
         raise ValueError("stats hold exits that nobody judged: decode with audit=True and kv_fill recompute")
     if not stats:
         return _gate("disagreement", "unsure", 0.0, bound, "no tokens")
-    n_tokens = [s.tokens for s in stats]
-    sums = [[s.audit_disagreed for s in stats], [s.audit_nats for s in stats]]
-    share, nats = (bootstrap(x, per=n_tokens) for x in sums)
-    if share[0] > bound or nats[0] > nats_bound:
-        verdict = "failed"
-    else:
-        within = share[1] <= bound and nats[1] <= nats_bound
-        verdict = "passed" if within and len(stats) >= LEAST_SEQUENCES else "unsure"
-    why = f"{share[0]:.2%} to {share[1]:.2%} of tokens differ, {bound:.2%} may; {nats[0]:.3g} to {nats[1]:.3g} nats per"
+    n_tokens, wrong, nats = (
+        np.array([getattr(s, x) for s in stats]) for x in ("tokens", "audit_disagreed", "audit_nats")
+    )
+    losses = wrong / n_tokens if clip is None else np.minimum(wrong / n_tokens, clip)
+
+    def intervals(index: np.ndarray):
+        of_nats = bootstrap(nats[index], per=n_tokens[index])
+        if clip is None:
+            return bootstrap(wrong[index], per=n_tokens[index]), of_nats
+        return certified_interval(losses[index], bound, clip), of_nats
+
+    most = bound if clip is None else NOTICED * bound
+
+    def suffices(index: np.ndarray) -> bool:
+        (_, share), (_, lost) = intervals(index)
+        return share <= most and lost <= nats_bound and len(index) >= LEAST_SEQUENCES
+
+    seen = np.arange(len(stats))
+    share, lost = intervals(seen)
+    failed = share[0] > bound or lost[0] > nats_bound
+    verdict = "failed" if failed else "passed" if suffices(seen) else "unsure"
+    why = f"{share[0]:.2%} to {share[1]:.2%} of tokens differ, {bound:.2%} may; {lost[0]:.3g} to {lost[1]:.3g} nats per"
     why += f" token, {nats_bound:.3g} may; {len(stats)} sequences"
-    why += ", too few" if len(stats) < LEAST_SEQUENCES else ""
-    return _gate("disagreement", verdict, sum(sums[0]) / sum(n_tokens), bound, why)
+    if clip is not None:
+        why += f", a check of the certificate: {most:.2%} must be noticed"
+    if verdict == "unsure":
+        why += f"; too few, {sequences_missing(len(stats), suffices)}"
+    value = wrong.sum() / n_tokens.sum() if clip is None else losses.mean()
+    return _gate("disagreement", verdict, float(value), bound, why)
 
 
 @torch.inference_mode()

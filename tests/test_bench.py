@@ -1,5 +1,6 @@
 """bench.py and measure.py: what is measured is paired, counted and judged rightly, and what cannot be is one line."""
 
+import functools
 import itertools
 import json
 import math
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +24,9 @@ import quality
 import synthetic
 from checkpoint import Tokenizer
 from decode import Generation, SamplingParams, generate
-from speculative import ExitDrafter, ModelDrafter, NGramDrafter, speculative_generate
+from early_exit import early_exit_generate
+from model import DraftHead
+from speculative import ChainDrafter, ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_generate
 
 ROOT = Path(bench.__file__).parent
 ONE = ["--batch", "1", "--temperature", "0"]
@@ -100,10 +104,37 @@ def test_every_timed_text_is_held_to_plains_too(model_folder, capsys, monkeypatc
     assert status == 1 and result_of(out)["rows"][1]["gate"]["why"].startswith("1 of 6 texts")
 
 
+def test_a_coupled_text_is_judged_by_its_own_race(model_folder, capsys, monkeypatch):
+    """Above temperature 0: of every row of a batch, with the row's seed, and of every timed text."""
+    honest, race_gap, asked = bench.speculative_generate, quality.race_gap, []
+
+    def broken(*how):
+        outs = honest(*how)
+        for out in outs:
+            out.tokens[5] ^= 1
+        return outs
+
+    def watched(model, sampling, seed, ids, drawn):
+        asked.append(seed)
+        apart, bound = race_gap(model, sampling, seed, ids, (drawn[0], drawn[0]))
+        assert apart <= bound  # plain's own token wins there
+        return race_gap(model, sampling, seed, ids, drawn)
+
+    monkeypatch.setattr(bench, "speculative_generate", broken)
+    monkeypatch.setattr(quality, "race_gap", watched)
+    flags = ["--temperature", 1, "--batch", "1,2", "--seed", 7, "--only", "speculative k=4", "--verify", "coupled"]
+    status, out, _ = call(model_folder, capsys, *flags)
+    rows = [row for row in result_of(out)["rows"] if row["mode"] != "plain"]
+    assert status == 1 and [row["gate"]["verdict"] for row in rows] == ["failed"] * 2
+    assert all("parts at token 6" in row["gate"]["why"] for row in rows) and asked == [7, 8, 7, 7, 8, 8] + [7, 8] * 3
+    monkeypatch.setattr(quality, "race_gap", lambda *how: (1e-9, 1e-3))
+    assert call(model_folder, capsys, *flags)[0] == 0
+
+
 def test_a_prompt_that_comes_again_is_no_other_sequence():
     """Two greedy texts, ten times each, are two sequences: too few for a bootstrap to promise anything."""
     config, mode = bench.BenchConfig(), measure.Mode(None, measure.Variant("", None, None, None), promise="exits")
-    texts = [([i % 2], None, *runs(rounds=10, plain=10)) for i in range(20)]
+    texts = [measure.Text([i % 2], None, *runs(rounds=10, plain=10), i) for i in range(20)]
     assert measure.gate(config, mode, texts, 0.0)["verdict"] == "unsure"
     assert measure.gate(config, mode, texts, 1.0)["verdict"] == "passed"  # each with a seed of its own
 
@@ -144,8 +175,8 @@ def runs(**stats):
     return [out]
 
 
-def test_the_cost_model_by_hand(monkeypatch):
-    """Of three drafts at alpha 0.5 a round has 1.875 tokens; it takes 1.5 plain tokens' time. Early exit: layers and heads."""
+def test_the_cost_model_by_hand():
+    """Of three drafts at alpha 0.5 a round has 1.875 tokens; it takes 1.5 plain tokens' time."""
     variant = measure.Variant("", tiny_model(), None, None)
     plain = runs(rounds=10, plain=10, verify_seconds=10.0, layer_passes=40, drafted_histogram=[10])
     mode = measure.Mode(None, variant)
@@ -157,14 +188,36 @@ def test_the_cost_model_by_hand(monkeypatch):
     batch[0].stats.seconds += 5.0  # a third more than its passes
     assert measure.predicted(mode, batch, plain)[1]["loop"] == pytest.approx(1 / (1 + 5 / 15))
     assert measure.predicted(mode, plain, plain)[0] == 1.0
-    monkeypatch.setattr(measure, "exit_costs", lambda model, batch: measure.ExitCosts(1.0, 0.25, 4.0, 0.5))
-    exits = measure.Mode(None, variant, promise="exits", thresholds=(0.9, 0.9, 2.0))
-    left = runs(rounds=10, exited=6, plain=4, layer_passes=24, verify_seconds=5.0, exit_histogram={1: 4, 2: 2})
-    # asked: 4 tokens one exit, 2 two, 4 two more in vain; each that left was drawn from an exit's head
-    assert measure.predicted(exits, left, plain, 24)[0] == pytest.approx(
-        10 * (4 + 4) / (24 + (10 * 4 - 24) * 0.25 + (16 + 6) * 0.5 + 4 * 4)
-    )
     assert measure.predicted(measure.Mode(None), plain, plain) is None
+
+
+def test_early_exit_is_predicted_from_its_calls_at_what_each_takes_alone(monkeypatch):
+    """Two rows, three steps of plain; of two tokens a row one leaves alone at layer 1, and the other later, with it in front."""
+    variant, other = (measure.Variant("", tiny_model(), None, None) for _ in range(2))
+    took = {("layers", 2, 1, 4): 6.0, ("head", 2, False): 1.0, ("draw", 2): 0.5, ("layers", 2, 1, 1): 2.0,
+            ("asked", 2): 0.25, ("head", 2, True): 0.75, ("draw", 1): 0.25, ("layers", 1, 2, 3): 3.0}  # fmt: skip
+    asked = []
+
+    def alone(calls, temperature):
+        asked.append((calls, temperature))
+        return {(model, call): took[call] * (1 if model is variant.model else 10) for model, call in calls}
+
+    monkeypatch.setattr(measure, "seconds_of", alone)
+    plain = [Generation(tokens=[0] * 3, layers_run=[4] * 3) for _ in range(2)]
+    calls = Counter(
+        {("layers", 2, 1, 1): 2, ("asked", 2): 2, ("head", 2, True): 1, ("draw", 1): 2, ("layers", 1, 2, 3): 1}
+    )
+    mode = measure.Mode(None, other, promise="exits")
+    groups = [measure.Measured(runs_, calls_, [], []) for runs_, calls_ in ((None, calls), (plain, None))]
+    found = measure.call_seconds(mode, measure.Mode(None, variant), groups[:1], groups[1:], 0.7)
+    expected = (3 * (6.0 + 1.0 + 0.5), 10 * (2 * 2.0 + 2 * 0.25 + 0.75 + 2 * 0.25 + 3.0))
+    assert found == [pytest.approx(expected)] and asked[0][1] == 0.7
+    left = runs(rounds=4, exited=2, plain=2, verify_seconds=5.0)
+    stepped = runs(rounds=6, plain=6, verify_seconds=5.0)
+    assert measure.predicted(mode, left, stepped, found[0])[0] == pytest.approx(4 / expected[1] * expected[0] / 6)
+    assert measure.predicted(mode, left, stepped, None) is None
+    unseen = groups[0]._replace(calls=None)
+    assert measure.call_seconds(mode, measure.Mode(None, variant), [unseen], groups[1:], 0.7) == [None]
 
 
 def test_times_are_of_the_timed_runs_and_quartiles_of_few_lie_around_their_median():
@@ -175,12 +228,12 @@ def test_times_are_of_the_timed_runs_and_quartiles_of_few_lie_around_their_media
 
     def made(draft, hours, seconds):
         timed = [runs(draft_seconds=draft, verify_seconds=10.0, **counts) for _ in seconds]
-        return measure.Measured(runs(draft_seconds=3600.0 * hours, verify_seconds=10.0, **counts), 0, seconds, timed)
+        return measure.Measured(runs(draft_seconds=3600.0 * hours, verify_seconds=10.0, **counts), None, seconds, timed)
 
     for hours in (0, 1):
         done = [{"plain": made(0.0, 0, [8.0] * 4), "drafts k=1": made(5.0, hours, [1.0, 8.0, 4.0, 2.0])}]
         roof = measure.Ceilings(1.0, 1.0)
-        row = measure.summary(None, "drafts k=1", modes, done, [group], 0.0, roof, None)
+        row = measure.summary(bench.BenchConfig(), "drafts k=1", modes, done, [group], 0.0, roof, None)
         assert row["predicted_ratio"] == pytest.approx(10 / 15) and row["time_shares"]["draft"] == pytest.approx(1 / 3)
         assert [part["seconds"] for part in row["timeline"]] == pytest.approx([0.5, 1.0])
         assert (row["ratio_to_plain"], row["ratio_quartiles"]) == (3.0, [1.75, 5.0])
@@ -203,7 +256,9 @@ def test_the_work_of_a_run_by_hand():
         2 * 2 * 4 * 4 * 4 * (13 - 5) for _ in range(10)
     )  # keys, values; 2 heads of 4, float32, 4 layers, mean length
     plain = measure.work_of(measure.Mode(None, variant), prompts[:1], generate(model, prompts[:1], sampling))
-    assert plain.read == 10 * 4 * (blocks + head) + cache and plain.flops == 2 * (blocks + head) * 10
+    assert plain.read == 10 * 4 * (blocks + head) + cache and plain.flops == 10 * (
+        2 * (blocks + head) + 4 * 4 * 4 * 4 * (3 + 5)
+    )  # scores and values: 4 heads of 4, 4 layers, mean length
     assert plain.held == model.weight_bytes() + 13 * 2 * 2 * 4 * 4 * 4
     both = measure.work_of(measure.Mode(None, variant), prompts, generate(model, prompts, sampling))
     assert both.read == plain.read + cache and both.flops == 2 * plain.flops  # the weights are read for both at once
@@ -211,7 +266,8 @@ def test_the_work_of_a_run_by_hand():
     batch = speculative_generate(model, drafter, prompts[:1], sampling, 3)
     drafted = measure.work_of(measure.Mode(None, variant, drafter=drafter), prompts[:1], batch)
     stats = batch[0].stats
-    assert drafted.flops == 2 * (blocks + head) * (stats.rounds + stats.drafted)
+    own = 2 * (sum(p.numel() for p in small.blocks.parameters() if p.dim() == 2) + head) + 4 * 4 * 4 * 8
+    assert drafted.flops == pytest.approx((stats.rounds + stats.drafted) * plain.flops / 10 + stats.drafted * own)
     assert drafted.read - stats.rounds / 10 * plain.read == pytest.approx(stats.drafted * small.weight_bytes())
     [short] = generate(model, [[1] * 60], SamplingParams(10, 0.0))  # ends with the context
     assert measure.work_of(measure.Mode(None, variant), [[1] * 60], [short]).held == model.weight_bytes() + 64 * 256
@@ -220,6 +276,20 @@ def test_the_work_of_a_run_by_hand():
     drafted, stats = measure.work_of(measure.Mode(None, variant, drafter=drafter), prompts[:1], batch), batch[0].stats
     weights = stats.layer_passes * blocks + (stats.rounds * 4 + stats.drafted * 4) * head
     assert drafted.read == pytest.approx(weights + stats.layer_passes * 64 * 8) and drafted.held == plain.held
+    own = 2 * (head + 16 * 16)  # the exit's outputs and its adapter; its layers are the verification's
+    assert drafted.flops == pytest.approx((stats.rounds + stats.drafted) * plain.flops / 10 + stats.drafted * own)
+    both = measure.draft_operations(ChainDrafter(NGramDrafter(), ModelDrafter(small), drafter), 8.0)
+    assert both == own + measure.draft_operations(ModelDrafter(small), 8.0)
+
+
+def test_a_draft_heads_operations_are_its_block_its_inputs_and_its_outputs():
+    model = tiny_model(dtype=torch.float32, poisoned=False)
+    head = DraftHead(model.config, range(10))
+    matrices = sum(p.numel() for p in head.parameters() if p.dim() == 2)
+    expected = 2 * (matrices + 10 * 16) + 4 * 4 * 4 * 8  # 4 heads of 4, one layer, behind 8 tokens
+    assert measure.draft_operations(HeadDrafter(model, head), 8.0) == expected
+    packed = model.to(torch.bfloat16).pack()
+    assert measure.draft_operations(HeadDrafter(packed, head.to(torch.bfloat16)), 8.0) == expected
 
 
 def test_ctrl_c_keeps_what_is_complete(model_folder, capsys, monkeypatch, tmp_path):
@@ -256,6 +326,59 @@ def test_ctrl_c_while_quality_is_judged_keeps_the_rows_before(model_folder, caps
     status, out, _ = call(model_folder, capsys, *ONE, command=command)
     result = result_of(out)
     assert status == 130 and result["interrupted"] and len(result.get("rows") or result["stack"]) == 2
+
+
+def test_ctrl_c_keeps_the_variants_whose_quality_is_known(model_folder, capsys, monkeypatch, tmp_path):
+    calls, honest = itertools.count(), bench.compare_on_text
+
+    def interrupted(*what):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return honest(*what)
+
+    monkeypatch.setattr(bench, "compare_on_text", interrupted)
+    flags = ["--variants", "float32,int8,int4", "--out", tmp_path / "result.json"]
+    status, out, _ = call(model_folder, capsys, *flags, command=["quality"])
+    result = result_of(out)
+    assert status == 130 and result["interrupted"] and result == json.loads((tmp_path / "result.json").read_text())
+    assert [row["variant"] for row in result["rows"]] == ["float32", "int8"] and "perplexity" in out.splitlines()[0]
+    calls = itertools.count(2)
+    assert call(model_folder, capsys, *flags, command=["quality"])[:2] == (130, "")  # nothing was complete
+
+
+def test_the_machine_is_what_runs(monkeypatch):
+    """A GPU that is there and not used is not named."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU {device}")
+    assert bench.environment()["machine"] == "GPU None" and bench.environment("cuda:1")["machine"] == "GPU cuda:1"
+    assert "GPU" not in bench.environment("cpu")["machine"]
+    monkeypatch.setattr(bench, "predict", lambda config: {})
+    monkeypatch.setattr(bench, "predict_lines", lambda *how: "")
+    asked = []
+    monkeypatch.setattr(bench, "environment", lambda device: asked.append(device) or {})
+    assert bench.main(["predict"]) == 0 and asked == ["cpu"]
+    monkeypatch.setattr(bench.canary, "run", lambda *how: 0)
+    assert bench.main(["canary", "--device", "cpu"]) == 0 and asked == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    "command, more, word",
+    [
+        (["peers"], ["--only", "nonsense"], "no mode of plain, "),
+        (["peers"], ["--only", "plain,nonsense"], "no mode of plain, "),
+        ([], ["--only", "plain,floor", "--peers", "floor"], "no mode of plain, "),
+        (["sweep"], ["--only", "nonsense"], "no mode of plain, "),
+        (["stack"], ["--only", "nonsense"], "leave it out"),
+        (["stack"], ["--peers", "floor"], "leave it out"),
+        (["quality"], ["--only", "nonsense"], "leave it out"),
+        (["quality"], ["--variants", "nonsense"], "choose auto"),
+        (["peers"], ["--peers", "nonsense"], "choose transformers"),
+    ],
+    ids=str,
+)
+def test_a_name_that_chooses_nothing_is_refused_in_one_line(model_folder, capsys, command, more, word):
+    status, out, err = call(model_folder, capsys, *more, command=command)
+    assert status == 2 and out == "" and word in err and err.count("\n") == 1 and "Traceback" not in err
 
 
 def test_a_peer_that_dies_takes_nothing_along(model_folder, capsys, monkeypatch):
@@ -580,13 +703,56 @@ def test_kernels_are_counted_without_a_gpu_and_timed_with_one(monkeypatch):
     assert bench.main(["gpu-check", "--only", "law"]) == 3 and asked[-1][2:] == ["--only", "law"]
 
 
-def test_layers_that_a_run_launches_are_counted_without_its_prompts():
+def test_the_calls_of_a_run_are_counted_without_its_prompts():
     """Five tokens run the layers five times, whatever the prompt's length and however many rows share a pass."""
     model, sampling = tiny_model(), SamplingParams(5, 0.0)
-    mode = measure.Mode(
-        lambda prompts, sampling: generate(model, prompts, sampling), measure.Variant("", model, None, None)
-    )
-    for prompts in ([[1, 2, 3]], [[7]], [[1, 2, 3, 4], [5]]):
-        runs, n_layer_runs = measure.watched(mode, prompts, sampling)
-        assert n_layer_runs == 5 * model.config.n_layer and len(runs) == len(prompts)
-    assert "run_layers" not in vars(model)
+    mode = measure.Mode(lambda *how: generate(model, *how), measure.Variant("", model, None, None))
+    for prompts in ([[1, 2, 3]], [[7]], [[1, 2, 3, 4], [5]], [[1] * 61, [2]]):  # the last row goes on alone
+        calls = measure.calls_of(mode, prompts, sampling)
+        assert calls == measure.plain_calls(generate(model, prompts, sampling), 4)
+        assert sum(n for call, n in calls.items() if call[0] == "layers") == 5
+    assert calls["layers", 2, 1, 4] == 3 and calls["draw", 1] == 2
+    prompts, sampling = [[1, 2], [3, 4], [5, 6]], SamplingParams(30, 1.0, seed=3)
+    for thresholds in ((0.4, 0.5, 0.6), (0.0, 2.0, 2.0), (2.0, 2.0, 2.0)):
+        mode = mode._replace(decode=functools.partial(early_exit_generate, model, threshold=thresholds))
+        calls, outs = measure.calls_of(mode, prompts, sampling), mode.decode(prompts, sampling)
+        sums = {what: sum(n * call[1] for call, n in calls.items() if call[0] == what) for what in ("asked", "draw")}
+        assert sums["draw"] == 90 and sums["asked"] >= sum(out.stats.exited for out in outs)
+        draws, heads = (sum(n for call, n in calls.items() if call[0] == what) for what in ("draw", "head"))
+        assert draws == heads  # those that leave at one depth are drawn from one head
+        passes = sum(n * call[1] * call[3] for call, n in calls.items() if call[0] == "layers")
+        assert passes == sum(out.stats.layer_passes for out in outs)
+    assert not {"run_layers", "logits", "exit_confidence"} & set(vars(model))
+
+
+def test_a_call_that_is_timed_alone_is_the_call_that_was_seen():
+    model = tiny_model(poisoned=False)
+    wanted = [
+        ("layers", 2, 3, 2),
+        ("layers", 1, 1, 4),
+        ("head", 3, True),
+        ("head", 2, False),
+        ("asked", 2),
+        ("draw", 3),
+    ]
+    taken = measure.seconds_of({(model, call) for call in wanted}, 0.8, 2)
+    assert set(taken) == {(model, call) for call in wanted} and min(taken.values()) > 0
+    for call in wanted:
+
+        def decode(prompts, sampling, call=call):
+            with torch.inference_mode():
+                act = measure.prepared(model, call, 0.8)
+                if call[0] == "draw":
+                    assert len(act()[0]) == call[1]
+                act()
+            return []
+
+        mode = measure.Mode(decode, measure.Variant("", model, None, None))
+        seen = measure.calls_of(mode, [[0]], SamplingParams(1))
+        assert call[0] == "draw" or seen[call] >= 1, (call, seen)
+
+
+def test_early_exit_that_the_device_runs_unseen_has_no_prediction(model_folder, capsys, monkeypatch):
+    monkeypatch.setattr(measure, "runs_alone", lambda *how: True)
+    _, out, _ = call(model_folder, capsys, *ONE, "--only", "early")
+    assert result_of(out)["rows"][1]["predicted_ratio"] is None and "early exit 0.9" in out

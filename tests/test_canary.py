@@ -61,6 +61,37 @@ def test_a_canary_of_a_wrong_text_ends_with_1_and_says_where(model_folder, capsy
     assert canary(model_folder, capsys, "--dtype", "float64")[0] == 1  # where nothing is excused
 
 
+def test_a_canary_of_sampled_texts_excuses_near_ties_of_the_race_alone(model_folder, capsys, monkeypatch):
+    decode = canary_module.Session.decode
+
+    def broken(self, mode, *how, **more):
+        [out] = decode(self, mode, *how, **more)
+        if mode == "speculative":
+            out.tokens[4] ^= 1
+        return [out]
+
+    monkeypatch.setattr(canary_module.Session, "decode", broken)
+    race_gap, seeds = canary_module.quality.race_gap, []
+
+    def watched(model, sampling, seed, ids, drawn):
+        seeds.append(seed)
+        apart, bound = race_gap(model, sampling, seed, ids, (drawn[0], drawn[0]))
+        assert apart <= bound  # plain's own token wins there
+        return race_gap(model, sampling, seed, ids, drawn)
+
+    monkeypatch.setattr(canary_module.quality, "race_gap", watched)
+    sampled = ["--temperature", 0.8, "--n", 3, "--seed", 5]
+    status, out, _ = canary(model_folder, capsys, *sampled)
+    result = json.loads(out.splitlines()[-1])
+    assert status == 1 and seeds == [5, 6, 7] and not any(part["near_tie"] for part in result["parted"])
+    status, out, _ = canary(model_folder, capsys, *sampled, "--top-k", 2)
+    assert status == 1 and '"gap": null' in out and "Infinity" not in out  # a token that the filter cuts
+    monkeypatch.setattr(canary_module.quality, "race_gap", lambda *how: (1e-9, 1e-5))
+    status, out, _ = canary(model_folder, capsys, *sampled)
+    assert status == 0 and "3 at near-ties" in out
+    assert canary(model_folder, capsys, *sampled, "--dtype", "float64")[0] == 1
+
+
 def test_a_canary_of_early_exit_counts_the_audit_against_the_bound(model_folder, capsys):
     asked = ["--mode", "early-exit", "--exit-threshold", 0.05, "--json"]
     status, out, _ = canary(model_folder, capsys, *asked, "--bound", 0)
@@ -82,9 +113,12 @@ def test_a_canary_without_a_bound_alarms_where_the_certificate_is_improbable(mod
     status, out, err = canary(model_folder, capsys, *asked)
     assert not err, err
     seen = json.loads(out)["disagreement"]
-    assert status == 1 and json.loads(out)["bound"] == 1e-4 and seen > 0.1
+    assert status == 1 and json.loads(out)["bound"] == 1e-4 and seen > 0.1 and json.loads(out)["at_most"] > seen
     certificate.risk = 0.95 * seen
     assert canary(model_folder, capsys, *asked)[0] == 0
+    certificate.risk = 0.02
+    status, out, _ = canary(model_folder, capsys, "--mode", "early-exit", "--temperature", 1, "--n", 1)
+    assert status == 0 and "would not be noticed: --n is small" in out  # one request proves nothing
     certificate.clip, certificate.risk = 0.02, 0.01
     assert json.loads(canary(model_folder, capsys, *asked)[1])["disagreement"] <= 0.02
     certificate.loss = "nll"

@@ -12,7 +12,7 @@ from helpers import numpy_law, tiny_model, true_states, weaker
 
 import kernels
 import quality
-from decode import DecodeStats, Generation, SamplingParams, generate
+from decode import DecodeStats, Generation, Sampler, SamplingParams, generate
 from early_exit import early_exit_generate
 from quality import (
     bootstrap,
@@ -193,24 +193,22 @@ def test_p_values_equal_tables():
 def test_identity_excuses_a_near_tie_and_nothing_else():
     asked = []
 
-    def gap(ids):
-        asked.append(ids)
+    def gap(i, ids, drawn):
+        asked.append((i, ids, drawn))
         return (0.01, 0.02) if ids[-1] == 5 else (0.5, 0.02)
 
     same, tie, other = ([1], [5, 6], [5, 6]), ([1], [4, 5, 6, 7], [4, 5, 8, 9]), ([1], [3, 6], [3, 7])
     cut = ([1], [4, 5, 6], [4, 5])
-    assert identity_gate([same, same], exact=True)["verdict"] == "passed"
-    gate = identity_gate([same, tie], False, gap)
+    assert identity_gate([same, same])["verdict"] == "passed"
+    gate = identity_gate([same, tie], gap)
     assert gate["verdict"] == "passed" and gate["value"] == 0 and "1 of 2" in gate["why"]
-    assert asked == [[1, 4, 5]]  # the prompt and what both have before the difference
-    gate = identity_gate([same, tie, other, same], False, gap)
+    assert asked == [(1, [1, 4, 5], (6, 8))]  # the prompt and what both have before the difference
+    gate = identity_gate([same, tie, other, same], gap)
     assert gate["verdict"] == "failed" and gate["value"] == 0.25 and "text 3 parts at token 2" in gate["why"]
-    assert identity_gate([tie], True, gap)["verdict"] == "failed"  # exactness knows no ties
-    assert identity_gate([cut], False, gap)["verdict"] == "failed"  # an early end is no tie, whatever the logits
-    assert identity_gate([same, tie], False)["verdict"] == "unsure"
-    assert identity_gate([same, tie, cut], False)["verdict"] == "failed"
+    assert identity_gate([tie])["verdict"] == "failed"  # exactness knows no ties
+    assert identity_gate([cut], gap)["verdict"] == "failed"  # an early end is no tie, whatever the logits
     with pytest.raises(ValueError, match="pairs"):
-        identity_gate([], True)
+        identity_gate([])
 
 
 MODEL = tiny_model(poisoned=False)
@@ -326,6 +324,98 @@ def test_too_few_tokens_are_unsure_and_impossible_ones_fail():
         distribution_gate(MODEL, replace(RIGHT, temperature=0.0), runs)
 
 
+FILTERS = [(5, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.05), (9, 0.7, 0.02), (3, 0.3, 0.9), (40, 1.0, 0.0)]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_a_filters_edge_is_as_wide_as_the_logits_may_move(filters):
+    """Without a move it is the filters' own; no move of the logits against one another by less leaves its two sides."""
+    draws = np.random.default_rng(5)
+    names = dict(zip(("top_k", "top_p", "min_p"), filters))
+    n_edges = 0
+    for _ in range(60):
+        z = torch.tensor(draws.normal(0, 2, 24))
+        z -= z.max()
+        kept = kernels.process_logits_ref(z, 1.0, **names) > -torch.inf
+        for tiny in (1e-12, -1e-12):
+            assert (quality.survivors(z, tiny, *filters) == kept).all()
+        possible, certain = (quality.survivors(z, slack, *filters) for slack in (0.3, -0.3))
+        n_edges += int((possible & ~certain).sum())
+        for move in draws.choice([-0.15, 0.15, 0.0], (40, 24)):
+            kept = kernels.process_logits_ref(z + torch.tensor(move), 1.0, **names) > -torch.inf
+            assert (kept <= possible).all() and (certain <= kept).all()
+    assert n_edges < 60 * 24 / 3
+
+
+def raced(dtype):
+    """A model of its own law in each dtype, and 16 prompts of the same length."""
+    prompts = [[i, (7 * i + 3) % 24] for i in range(16)]
+    return tiny_model(dtype=dtype, poisoned=False, vocab_size=200, n_embd=32), prompts
+
+
+def coupled(dtype, sampling):
+    """Plain's texts and coupled speculation's as pairs of a gate, and its gap."""
+    model, prompts = raced(dtype)
+    sampling = replace(sampling, seed=list(range(40, 56)))
+    plain = generate(model, prompts, sampling)
+    outs = speculative_generate(model, ModelDrafter(weaker(model)), prompts, sampling, 5, "coupled")
+    pairs = [(prompt, a.tokens, b.tokens) for prompt, a, b in zip(prompts, plain, outs)]
+    return pairs, lambda i, ids, drawn: quality.race_gap(model, sampling, sampling.seed[i], ids, drawn)
+
+
+RACES = {
+    "all": {},
+    "hot": {"temperature": 2.0},
+    "filters": LAWS["filters"],
+    "penalty and bias": LAWS["penalty and bias"],
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_honest_texts_part_at_near_ties_of_the_race_alone(name):
+    """In bfloat16 a model that keeps no cache adds in another order, and draws now and then another token."""
+    model, prompts = raced(torch.bfloat16)
+    sampling = SamplingParams(60, **{"temperature": 0.9} | RACES[name], seed=list(range(40, 56)))
+    plain = generate(model, prompts, sampling)
+    histories = [list(prompt) for prompt in prompts]
+    sampler = Sampler(sampling, histories, model)
+    for _ in range(60):
+        tokens, _ = sampler.sample(range(16), model(torch.tensor(histories))[:, -1])
+        for history, token in zip(histories, tokens):
+            history.append(token)
+    pairs = [(prompt, out.tokens, history[2:]) for prompt, out, history in zip(prompts, plain, histories)]
+    gate = identity_gate(pairs, lambda i, ids, drawn: quality.race_gap(model, sampling, 40 + i, ids, drawn))
+    assert gate["verdict"] == "passed" and sum(a != b for _, a, b in pairs) >= 2, gate
+    assert identity_gate(pairs)["verdict"] == "failed"
+    for dtype in (torch.float32, torch.bfloat16):
+        assert identity_gate(*coupled(dtype, replace(sampling, max_new_tokens=20)))["verdict"] == "passed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RACES)
+def test_a_wrong_token_in_one_coupled_text_fails(name, dtype):
+    pairs, gap = coupled(dtype, SamplingParams(20, **{"temperature": 0.9} | RACES[name]))
+    pairs[3][2][6] = (pairs[3][2][6] + 1) % 200
+    gate = identity_gate(pairs, gap)
+    assert gate["verdict"] == "failed" and "text 4 parts at token 7" in gate["why"], gate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("at = (index[:, None] + slots).flatten()", "at = (index[:, None] + slots + 1).flatten()"),
+        ("SAMPLE, torch.zeros_like(at)", "SAMPLE, rounds.repeat_interleave(n_slots)"),
+    ],
+    ids=["the next index", "the round"],
+)
+def test_coupled_tokens_drawn_with_other_noise_fail(monkeypatch, right, wrong, dtype):
+    """Each token by itself has the right law: only the race tells, in bfloat16 wherever it is no near-tie."""
+    plant(monkeypatch, right, wrong)
+    gate = identity_gate(*coupled(dtype, SamplingParams(20, temperature=0.9)))
+    assert gate["verdict"] == "failed" and gate["value"] > 0.4, gate
+
+
 def audit(n: int, disagreed: int, nats: float = 0.0) -> DecodeStats:
     return DecodeStats(exited=n, audited=n, audit_disagreed=disagreed, audit_nats=nats)
 
@@ -349,8 +439,51 @@ def test_disagreement_passes_fails_or_is_unsure():
         disagreement_gate([DecodeStats(exited=5)], 0.04, 0.05)
 
 
+def benches(n: int, mean: float, spread: float, clip=0.2) -> list:
+    """300 audits of n sequences of 64 tokens: binomial errors, expected losses of that mean and Beta's spread / mean."""
+    rng = np.random.default_rng(6)
+    shape = mean * ((1 / spread**2) * (1 - mean) / mean - 1)
+    rates = rng.beta(shape, shape * (1 - mean) / mean, (300, n))
+    return [[audit(64, int(x)) for x in row] for row in rng.binomial(64, rates)]
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.0])
+@pytest.mark.parametrize("n", [1, 12, 24])
+def test_a_check_of_a_certificate_seldom_fails_its_risk_and_seldom_passes_three_times_it(n, spread, monkeypatch):
+    monkeypatch.setattr(quality, "sequences_missing", lambda *how: "")  # it takes long, and decides nothing
+    risk = 0.01
+    verdicts = {
+        mean: Counter(disagreement_gate(b, risk, 9.0, 0.2)["verdict"] for b in benches(n, mean, spread))
+        for mean in (risk / 2, risk, quality.NOTICED * risk)
+    }
+    assert verdicts[risk]["failed"] <= 15 and verdicts[quality.NOTICED * risk]["passed"] <= 15, verdicts
+    if n >= 12:
+        assert verdicts[quality.NOTICED * risk]["failed"] >= 100 and verdicts[risk / 2]["passed"] >= 200, verdicts
+    else:
+        assert all(counts["passed"] == 0 for counts in verdicts.values())
+
+
+def test_a_certified_share_counts_as_its_certificate_does():
+    """A mean of clipped losses of sequences, not of tokens; by hand the same audits are judged by all tokens."""
+    lopsided = [audit(1000, 0)] * 20 + [audit(10, 5)] * 2
+    gate = disagreement_gate(lopsided, 0.06, 9.0, 0.2)
+    assert gate["value"] == pytest.approx(0.2 * 2 / 22) and gate["verdict"] == "passed", gate
+    assert disagreement_gate(lopsided, 0.06, 9.0)["value"] == 10 / 20020
+    assert disagreement_gate([audit(64, 0)] * 12, 0.01, 0.05, 0.2)["verdict"] == "passed"
+    gate = disagreement_gate([audit(64, 2)] * 12, 0.01, 0.05, 0.2)
+    assert gate["verdict"] == "failed" and "3.00% must be noticed" in gate["why"]
+    gate = disagreement_gate([audit(64, 0)] * 11 + [audit(64, 8)], 0.01, 0.05, 0.2)
+    more = int(gate["why"].split("about ")[1].split()[0])
+    assert gate["verdict"] == "unsure" and "more like them would tell" in gate["why"]
+    again = ([audit(64, 0)] * 11 + [audit(64, 8)]) * 99
+    assert disagreement_gate(again[: 12 + more], 0.01, 0.05, 0.2)["verdict"] == "passed"
+    assert disagreement_gate(again[: 12 + more // 2], 0.01, 0.05, 0.2)["verdict"] == "unsure"
+    assert disagreement_gate([audit(64, 0, 0.1)] * 12, 0.01, 0.001, 0.2)["verdict"] == "failed"  # in nats alone
+    assert "would not tell" in disagreement_gate([audit(64, 2), audit(64, 0)] * 9, 0.015, 0.05)["why"]
+
+
 def test_every_gate_has_the_same_fields():
-    gates = [identity_gate([([1], [2], [2])], True), disagreement_gate([audit(9, 0)], 0.1, 0.1)]
+    gates = [identity_gate([([1], [2], [2])]), disagreement_gate([audit(9, 0)], 0.1, 0.1)]
     gates.append(distribution_gate(MODEL, RIGHT, []))
     for gate in gates:
         assert set(gate) == {"kind", "verdict", "value", "bound", "why"} and "\n" not in gate["why"]
