@@ -26,6 +26,7 @@ SLOWLY = 0.995
 GUESS = 0.6  # chance that a draft is accepted, of a drafter that nobody has measured
 BELIEF = 2.0  # judged drafts that the first guess of an acceptance counts for
 KEPT = 7  # measured rounds of each length that its cost is the median of
+LEARNT = 0.1  # how far a round moves the costs that the next request starts from; they begin low: what is tried is learnt
 FRESH = 64  # rounds after which what was measured is old: the context has grown
 BINS = 5  # of the drafter's confidence
 KEEN = 0.6  # share of its cost that one more draft must promise: chances are guessed low, and a draft left out teaches nothing
@@ -123,16 +124,18 @@ class Costs:
             for kept in self.drafting.values():
                 kept.pop(old, None)
         if k and 0 in self.verifying:
-            # no more than a plain round: what looked dearer by accident must stay cheap enough to be tried again
-            share = {"row": _line(self.verifying)[1]}
+            seconds = {"row": _line(self.verifying)[1]}
             if self.drafting.get(part):
-                share[part] = _line({0: [0.0], **self.drafting[part]})[1]
-            self.before.update({name: min(seconds / self.plain, 1.0) for name, seconds in share.items()})
+                seconds[part] = _line({0: [0.0], **self.drafting[part]})[1]
+            for name, x in seconds.items():
+                # no more than a plain round: what looked dearer by accident must stay cheap enough to be tried again
+                share, old = min(x / self.plain, 1.0), self.before.get(name, 0.0)
+                self.before[name] = old + LEARNT * (share - old)
 
     def line(self, part: int, draft: float) -> tuple[float, float]:
         """A round of k > 0 drafts takes first + k * second. draft: what one costs, in plain rounds, while none was ever timed."""
         if part not in self.lines:
-            drafting = self.drafting.get(part) or {1: [self.before.get(part, draft) * self.plain]}
+            drafting = self.drafting.get(part) or {1: [self.before.setdefault(part, draft) * self.plain]}
             verifying = self.verifying
             if not any(verifying):
                 verifying = verifying | {1: [(1 + self.before.get("row", 0.0)) * self.plain]}

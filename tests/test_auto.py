@@ -30,9 +30,9 @@ CHANCES = {
 PRICES = [(0.02, 0.01), (0.1, 0.05), (0.25, 0.0), (0.25, 0.1), (0.6, 0.3)]  # of a draft, and of a row more to verify
 
 
-def decode(draft_len, accepted, n_tokens, price, n_rows=1, seed=0, noise=0.05, growth=0.0):
+def decode(draft_len, accepted, n_tokens, price, n_rows=1, seed=0, noise=0.05, growth=0.0, known=None):
     """Virtual seconds until each row has its tokens; a plain round takes one, growth more per token of context."""
-    rng, lengths, rows = random.Random(seed), DraftLength(draft_len, n_rows), range(n_rows)
+    rng, lengths, rows = random.Random(seed), DraftLength(draft_len, n_rows, known=known), range(n_rows)
     done, seconds, ends = [0] * n_rows, 0.0, [0.0] * n_rows
     while True:
         rows = [row for row in rows if done[row] < n_tokens]
@@ -125,10 +125,34 @@ def test_costs_are_lines_through_medians():
     assert costs.line(0, 0.1)[1] == pytest.approx(0.3, abs=0.01) and costs.plain == 1.2
     costs.learn(0, 0, 0.0, 1.0, now=4 * auto.FRESH + 2)
     assert not costs.drafting[0] and list(costs.verifying) == [0]  # the rest is forgotten
-    assert costs.line(0, 0.1) == pytest.approx((1.0, 0.3 / 1.2), abs=0.01)  # but for its shares of a plain round
+    assert 0 < costs.before["row"] < 0.1 < costs.before[0] < 0.2
+    assert costs.line(0, 0.1) == pytest.approx((1.0, costs.before[0] + costs.before["row"]))  # but for this
     falling = Costs()
     falling.learn(0, 1, 0.1, 2.0, now=1), falling.learn(0, 3, 0.3, 1.0, now=1)
     assert falling.line(0, 0.1) == pytest.approx((1.5, 0.1))
+
+
+def test_a_request_starts_from_what_rounds_cost_in_those_before():
+    """Where drafts do not pay, the first request finds that out and the later ones know; a dear accident is tried again."""
+    price, known = (0.6, 0.4), {}
+    lost = [decode("auto", CHANCES["0.6"], 60, price, 4, seed, known=known)[0] - 60 for seed in range(12)]
+    assert lost[0] > 4 and mean(lost[4:]) < 0.6 * lost[0]
+    assert 0.2 < known[4][0] < 0.7 and 0.1 < known[4]["row"] < 0.5  # on their way to 0.6 and 0.4, then no longer tried
+    known[4] |= {0: 1.0, "row": 1.0}  # while in truth drafts cost little
+    taken = [decode("auto", CHANCES["perfect"], 120, PRICES[0], 4, seed, known=known)[0] for seed in range(12)]
+    assert max(taken) < 130 and mean(taken[8:]) < 30
+    drafter = NGramDrafter()
+    assert auto.costs_of(drafter) is auto.costs_of(drafter) and auto.costs_of(object()) == {}
+
+
+def test_a_drafter_keeps_its_costs_and_nothing_of_a_text():
+    model, drafter = tiny_model(), NGramDrafter()
+    for seed in (0, 1):
+        speculative_generate(model, drafter, [[1, 2, 3, 1, 2]] * 2, SamplingParams(40, 1.0, seed=seed), "auto")
+    kept = auto.costs_of(drafter)
+    assert 2 in kept and all(
+        0 <= x <= 1 and (name == "row" or isinstance(name, int)) for costs in kept.values() for name, x in costs.items()
+    )
 
 
 def test_acceptance_is_learnt_by_place_by_hint_and_by_confidence():
