@@ -26,7 +26,9 @@ SLOWLY = 0.995
 GUESS = 0.6  # chance that a draft is accepted, of a drafter that nobody has measured
 BELIEF = 2.0  # judged drafts that the first guess of an acceptance counts for
 KEPT = 7  # measured rounds of each length that its cost is the median of
-LEARNT = 0.1  # how far a round moves the costs that the next request starts from; they begin low: what is tried is learnt
+LEARNT = (
+    0.1  # how far a round moves the costs that the next request starts from; they begin low: what is tried is learnt
+)
 FRESH = 64  # rounds after which what was measured is old: the context has grown
 BINS = 5  # of the drafter's confidence
 KEEN = 0.6  # share of its cost that one more draft must promise: chances are guessed low, and a draft left out teaches nothing
@@ -128,8 +130,8 @@ class Costs:
             if self.drafting.get(part):
                 seconds[part] = _line({0: [0.0], **self.drafting[part]})[1]
             for name, x in seconds.items():
-                # no more than a plain round: what looked dearer by accident must stay cheap enough to be tried again
-                share, old = min(x / self.plain, 1.0), self.before.get(name, 0.0)
+                # no more than half a plain round: what looked dear by accident must stay cheap enough to be tried again
+                share, old = min(x / self.plain, 0.5), self.before.get(name, 0.0)
                 self.before[name] = old + LEARNT * (share - old)
 
     def line(self, part: int, draft: float) -> tuple[float, float]:

@@ -138,9 +138,9 @@ def test_a_request_starts_from_what_rounds_cost_in_those_before():
     lost = [decode("auto", CHANCES["0.6"], 60, price, 4, seed, known=known)[0] - 60 for seed in range(12)]
     assert lost[0] > 4 and mean(lost[4:]) < 0.6 * lost[0]
     assert 0.2 < known[4][0] < 0.7 and 0.1 < known[4]["row"] < 0.5  # on their way to 0.6 and 0.4, then no longer tried
-    known[4] |= {0: 1.0, "row": 1.0}  # while in truth drafts cost little
+    known[4] |= {0: 0.5, "row": 0.5}  # while in truth drafts cost little
     taken = [decode("auto", CHANCES["perfect"], 120, PRICES[0], 4, seed, known=known)[0] for seed in range(12)]
-    assert max(taken) < 130 and mean(taken[8:]) < 30
+    assert max(taken) < 130 and mean(taken[8:]) < 60, taken
     drafter = NGramDrafter()
     assert auto.costs_of(drafter) is auto.costs_of(drafter) and auto.costs_of(object()) == {}
 
