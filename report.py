@@ -333,6 +333,15 @@ def heat_map(drafter: str, sweep: list[dict]) -> str:
     return svg(width, height, f"speed of {drafter} by K and temperature", parts)
 
 
+def heat_maps(result: dict) -> dict[str, str]:
+    """Of each drafter and batch of a sweep its picture."""
+    by_drafter = {}
+    for row in listed(result, "sweep"):
+        batch = f", batch {row['batch']}" if row.get("batch") is not None else ""
+        by_drafter.setdefault(f"{row.get('drafter')}{batch}", []).append(row)
+    return {drafter: heat_map(drafter, rows) for drafter, rows in by_drafter.items()}
+
+
 # name of the file: how to draw it from rows that share a plain decoding (None: nothing to draw), caption
 PICTURES = {
     **{
@@ -471,12 +480,9 @@ def write_page(results: list[tuple[str, dict]], folder: str | Path) -> Path:
         pictures = [(name, draw(rows), caption) for name, (draw, caption) in PICTURES.items()]
         section(title, [picture for picture in pictures if picture[1]])
     for file, result in results:
-        sweep, by_drafter = listed(result, "sweep"), {}
-        for row in sweep:
-            batch = f", batch {row['batch']}" if row.get("batch") is not None else ""
-            by_drafter.setdefault(f"{row.get('drafter')}{batch}", []).append(row)
-        maps = [("sweep", heat_map(drafter, rows), "Sweep of K") for drafter, rows in by_drafter.items()]
-        section(f"{file}: draft lengths and temperatures", maps, folded("All figures of the sweep", sweep))
+        maps = [("sweep", picture, "Sweep of K") for picture in heat_maps(result).values()]
+        figures = folded("All figures of the sweep", listed(result, "sweep"))
+        section(f"{file}: draft lengths and temperatures", maps, figures)
         tables = {"what each step adds": listed(result, "stack"), "prediction": items(result, "predict")}
         tables["rows"] = [row for row in listed(result, "rows") if "mode" not in row]
         for title, rows in tables.items():
@@ -525,7 +531,7 @@ def exit_table(config: dict) -> str:
 
 
 def block(readme: Path, file: str, what: str) -> tuple[str, dict[Path, str]]:
-    """What stands between the markers of a result file, and the picture file that it needs."""
+    """What stands between the markers of a result file, and the picture files that it needs."""
     import bench  # here, because bench.py imports this file
 
     result = read_result(readme.parent / file)
@@ -537,6 +543,14 @@ def block(readme: Path, file: str, what: str) -> tuple[str, dict[Path, str]]:
         shown = f"```\n{draw(result[key])}\n```\n"
     elif what == "exits":
         shown, result = exit_table(result), result["meta"]
+    elif what == "heat":
+        pictures, shown = heat_maps(result), ""
+        if not pictures:
+            raise ValueError(f"{readme.name}: {file} holds no sweep to draw {what} from: take the marker out")
+        for i, (drafter, picture) in enumerate(pictures.items(), 1):
+            path = Path(file).with_name(f"{Path(file).stem}-heat-{i}.svg")
+            files[readme.parent / path] = standalone(picture)
+            shown += f"![Speed to plain by K and temperature: {drafter}]({path.as_posix()})\n"
     elif what in PICTURES:
         draw, caption = PICTURES[what]
         picture = draw(next(iter(grouped([("", result)]).values()), []))
@@ -546,7 +560,9 @@ def block(readme: Path, file: str, what: str) -> tuple[str, dict[Path, str]]:
         files[readme.parent / path] = standalone(picture)
         shown = f"![{caption}]({path.as_posix()})\n"
     else:
-        raise ValueError(f"{readme.name}: a marker asks for {what}: choose exits, {', '.join([*tables, *PICTURES])}")
+        raise ValueError(
+            f"{readme.name}: a marker asks for {what}: choose exits, heat, {', '.join([*tables, *PICTURES])}"
+        )
     command = f"`{result['command']}`; " if result.get("command") else ""
     return f"{shown}\n`{file}`: {command}{', '.join(about(result))}.\n", files
 

