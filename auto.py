@@ -26,9 +26,8 @@ SLOWLY = 0.995
 GUESS = 0.6  # chance that a draft is accepted, of a drafter that nobody has measured
 BELIEF = 2.0  # judged drafts that the first guess of an acceptance counts for
 KEPT = 7  # measured rounds of each length that its cost is the median of
-LEARNT = (
-    0.1  # how far a round moves the costs that the next request starts from; they begin low: what is tried is learnt
-)
+LEARNT = 0.1  # how far a round moves the costs that the next request starts from: an accident moves them little
+DEAREST = 0.5  # plain rounds that they are at most: what looks dear must stay cheap enough to be tried again
 FRESH = 64  # rounds after which what was measured is old: the context has grown
 BINS = 5  # of the drafter's confidence
 KEEN = 0.6  # share of its cost that one more draft must promise: chances are guessed low, and a draft left out teaches nothing
@@ -95,9 +94,10 @@ class Plan(NamedTuple):
     cost: float = 0.05  # of a draft, in passes of the target, before any was timed
 
 
-def costs_of(drafter) -> dict[int, dict]:
-    """What rounds with this drafter cost, by their number of rows: all that it keeps from one request to the next."""
-    return vars(drafter).setdefault("round_costs", {}) if hasattr(drafter, "__dict__") else {}
+def costs_of(drafter, loop: str = "host") -> dict[int, dict]:
+    """What rounds with this drafter cost, by their number of rows: all that it keeps from one request to the next. Rounds of
+    the host and of the device split their time otherwise, and are kept apart."""
+    return vars(drafter).setdefault("round_costs", {}).setdefault(loop, {}) if hasattr(drafter, "__dict__") else {}
 
 
 class Costs:
@@ -130,16 +130,15 @@ class Costs:
             if self.drafting.get(part):
                 seconds[part] = _line({0: [0.0], **self.drafting[part]})[1]
             for name, x in seconds.items():
-                # no more than half a plain round: what looked dear by accident must stay cheap enough to be tried again
-                share, old = min(x / self.plain, 0.5), self.before.get(name, 0.0)
+                share, old = min(x / self.plain, DEAREST), self.before.get(name, 0.0)
                 self.before[name] = old + LEARNT * (share - old)
 
     def line(self, part: int, draft: float) -> tuple[float, float]:
         """A round of k > 0 drafts takes first + k * second. draft: what one costs, in plain rounds, while none was ever timed."""
         if part not in self.lines:
-            drafting = self.drafting.get(part) or {1: [self.before.setdefault(part, draft) * self.plain]}
+            drafting = self.drafting.get(part) or {1: [self.before.setdefault(part, min(draft, DEAREST)) * self.plain]}
             verifying = self.verifying
-            if not any(verifying):
+            if set(verifying) <= {0}:
                 verifying = verifying | {1: [(1 + self.before.get("row", 0.0)) * self.plain]}
             self.lines[part] = tuple(map(sum, zip(_line({0: [0.0], **drafting}), _line(verifying))))
         return self.lines[part]

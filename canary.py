@@ -63,9 +63,10 @@ def parting_gap(session: Session, plain: list[int], other: list[int], at: int) -
     before = session.prompt + plain[:at]
     if at == min(len(plain), len(other)):
         return math.inf, 0.0
+    drawn = plain[at], other[at]
     if session.sampling.temperature == 0:
-        return session.gap(before)
-    return quality.race_gap(session.model, session.sampling, session.sampling.seed, before, (plain[at], other[at]))
+        return session.gap(before, drawn)
+    return quality.race_gap(session.model, session.sampling, session.sampling.seed, before, drawn)
 
 
 def canary(config: CanaryConfig) -> dict:
@@ -133,7 +134,11 @@ def canary_line(result: dict) -> str:
     first = min((part["token"] for part in result["parted"]), default=None)
     where = "" if first is None else f", the earliest at token {first + 1}, {ties} at near-ties"
     hidden = result["at_most"] or 0.0
-    few = f" ({hidden:.2%} would not be noticed: --n is small)" if hidden > quality.NOTICED * result["bound"] else ""
+    few = (
+        f" ({hidden:.2%} would not be noticed: see --n, and the certificate's clip)"
+        if hidden > quality.NOTICED * result["bound"]
+        else ""
+    )
     return (f"canary {result['canary']}: {'ABOVE the bound' if result['above'] else 'within the bound'}: "
             f"{result['disagreement']:.3%} differ, {result['bound']:.3%} may{few}; {len(result['parted'])} of {result['requests']} "
             f"texts part from plain's{where}; {result['optimised_tokens']} of {result['optimised']['tokens']} tokens were "

@@ -578,15 +578,17 @@ class Batch:
 
 
 @torch.inference_mode()
-def near_tie(model: GPT, tokens: list[int], repetition_penalty: float = 1.0) -> tuple[float, float]:
-    """How far apart the two best logits behind tokens are, and below what distance they tie in the model's dtype."""
+def near_tie(
+    model: GPT, tokens: list[int], drawn: Sequence[int], repetition_penalty: float = 1.0
+) -> tuple[float, float]:
+    """How far the worse of drawn is below the best logit behind tokens, and below what distance they tie in the model's dtype."""
     logits = model(torch.tensor([tokens], device=model.device))[:, -1]
     seen = torch.zeros_like(logits, dtype=torch.bool)
     seen[0, tokens] = True
     logits = kernels.penalise(logits[:, None], seen, None, repetition_penalty, None)[0, 0]
-    best, second = logits.topk(2).values.tolist()
     n_ulps = 4 if model.dtype.itemsize == 2 else 32  # rounding that a pass was seen to gather, and a margin
-    return best - second, n_ulps * torch.finfo(model.dtype).eps * logits[logits.isfinite()].abs().max().item()
+    apart = (logits.max() - logits[list(drawn)].min()).item()
+    return apart, n_ulps * torch.finfo(model.dtype).eps * logits[logits.isfinite()].abs().max().item()
 
 
 def heed(generations: list[Generation]) -> list[Generation]:

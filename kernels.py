@@ -141,6 +141,13 @@ def _exponential(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return u.neg_().log1p_().neg_()
 
 
+def race_noise(seeds: torch.Tensor, index: torch.Tensor, stream: int, rounds: torch.Tensor, ids: torch.Tensor):
+    """The exponential noise (N, M) float64 of tokens ids (N, M) in the races of N rows with seeds, index, rounds (N,)."""
+    w0, w1, w2, w3 = _words(seeds, index, stream, rounds, ids // 2)
+    odd = ids % 2 == 1
+    return _exponential(torch.where(odd, w2, w0), torch.where(odd, w3, w1))
+
+
 def race(probs: torch.Tensor, seeds: torch.Tensor, index: torch.Tensor, stream: int, rounds: torch.Tensor):
     """Draw one token per row by the exponential race argmax(prob / E), which is the Gumbel-max rule.
 
@@ -156,9 +163,7 @@ def race(probs: torch.Tensor, seeds: torch.Tensor, index: torch.Tensor, stream: 
         score = probs / _exponential(high[:, :n_vocab], low[:, :n_vocab])
         return score.masked_fill_(~alive, -1.0).argmax(-1)
     row, ids = alive.nonzero(as_tuple=True)
-    w0, w1, w2, w3 = _words(seeds[row], index[row], stream, rounds[row], (ids // 2)[:, None]).squeeze(-1)
-    odd = ids % 2 == 1
-    noise = _exponential(torch.where(odd, w2, w0), torch.where(odd, w3, w1))
+    noise = race_noise(seeds[row], index[row], stream, rounds[row], ids[:, None]).squeeze(-1)
     score = torch.full((n_rows, n_vocab), -1.0, dtype=torch.float64, device=probs.device)
     score[row, ids] = probs[row, ids] / noise
     return score.argmax(-1)

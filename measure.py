@@ -451,7 +451,7 @@ def gate(config, mode: Mode, texts: list[Text], temperature: float) -> dict | No
 
     def gap(i: int, ids: list[int], drawn: tuple[int, int]) -> tuple[float, float]:
         if temperature == 0:
-            return near_tie(model, ids)
+            return near_tie(model, ids, drawn)
         return quality.race_gap(model, sampling, texts[i].seed, ids, drawn)
 
     pairs = [(text.prompt, text.plain.tokens, text.run.tokens) for text in texts]

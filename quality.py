@@ -312,14 +312,13 @@ def race_gap(
     A token whose logit lies within the bound of a filter's cut may be kept or not: it may be drawn, and beats nobody.
     Another that is cut is infinitely far.
     """
-    bound = near_tie(model, tokens, sampling.repetition_penalty)[1] / sampling.temperature
+    bound = near_tie(model, tokens, drawn, sampling.repetition_penalty)[1] / sampling.temperature
     sampler = Sampler(replace(sampling, seed=[seed]), [tokens], model)
     logits = sampler.penalised([0], model(torch.tensor([tokens], device=model.device))[:, -1:])[0, 0].double()
     z = (logits - logits.max()) / sampling.temperature
     ids, index = torch.arange(len(z), device=z.device), torch.tensor([len(tokens)], device=z.device)
-    w0, w1, w2, w3 = kernels._words(sampler.seeds, index, kernels.SAMPLE, torch.zeros_like(index), ids // 2)[:, 0]
-    odd = ids % 2 == 1
-    score = z - kernels._exponential(torch.where(odd, w2, w0), torch.where(odd, w3, w1)).log()
+    noise = kernels.race_noise(sampler.seeds, index, kernels.SAMPLE, torch.zeros_like(index), ids[None])[0]
+    score = z - noise.log()
     filters = (sampling.top_k, sampling.top_p, sampling.min_p)
     possible, certain = survivors(z, bound, *filters), survivors(z, -bound, *filters)
     drawn = torch.tensor(drawn, device=z.device)
@@ -409,10 +408,12 @@ def certified_interval(losses: Sequence[float], risk: float, clip: float) -> tup
 
     A bootstrap knows only what it has seen, so one more sequence is imagined: without loss for the lower end, and WORSE
     than what must be noticed for the upper. At the certified risk the lower end then lies above it in 2.5% of checks at
-    most, and at NOTICED times the risk the upper end lies below that in 5% at most, from LEAST_SEQUENCES sequences on
-    whose expected losses vary no more than their mean (simulated in tests/test_quality.py).
+    most, and at NOTICED times the risk the upper end lies below that in 5% at most, from LEAST_SEQUENCES sequences of 64
+    tokens on whose expected losses vary no more than their mean (simulated in tests/test_quality.py). Where the clip hides
+    so much, or there are fewer, nothing would be noticed: the upper end is 1.
     """
-    return bootstrap([*losses, 0.0])[0], bootstrap([*losses, min(WORSE * NOTICED * risk, clip)])[1]
+    blind = NOTICED * risk >= clip or len(losses) < LEAST_SEQUENCES
+    return bootstrap([*losses, 0.0])[0], 1.0 if blind else bootstrap([*losses, min(WORSE * NOTICED * risk, clip)])[1]
 
 
 def sequences_missing(n: int, suffices: Callable[[np.ndarray], bool]) -> str:

@@ -369,8 +369,8 @@ class Session:
         }
         return [request | {"gen_ai.request.seed": config.seed + row} for row in range(config.num_samples)]
 
-    def gap(self, tokens: list[int]) -> tuple[float, float]:
-        return near_tie(self.model, tokens, self.sampling.repetition_penalty)
+    def gap(self, tokens: list[int], drawn: tuple[int, int]) -> tuple[float, float]:
+        return near_tie(self.model, tokens, drawn, self.sampling.repetition_penalty)
 
 
 class Shown:
@@ -535,9 +535,9 @@ def promise(session: Session, plain: list[Generation], others: list[Generation])
         if at < min(len(a.tokens), len(b.tokens)):
             if session.sampling.temperature > 0:
                 return text + f"sample {row + 1} differs at token {at + 1}."
-            gap, tie = session.gap(session.prompt + a.tokens[:at])
+            gap, tie = session.gap(session.prompt + a.tokens[:at], (a.tokens[at], b.tokens[at]))
             verdict = "a near-tie" if gap <= tie and not exact else "no near-tie, so a bug"
-            return text + (f"sample {row + 1} differs at token {at + 1}, where the two best logits are {gap:.2g} apart "
+            return text + (f"sample {row + 1} differs at token {at + 1}, where their logits are {gap:.2g} apart "
                            f"({verdict}; the bound is {tie:.2g}).")  # fmt: skip
     return text + "no difference."
 

@@ -288,7 +288,7 @@ class HeadDrafter:
         further drafts     (u, d) ...         its own output u takes the place of the hidden state behind c
 
     path is a folder that train_exit_heads.py --stage drafter wrote, or a model.DraftHead. quantize "int8" or "int4" makes it cheaper:
-    what it drafts is verified anyway. None: int8 where the target is quantised, and in bfloat16 on a CPU; "none": as it is.
+    what it drafts is verified anyway. None, of a folder: int8 where the target is quantised, and in bfloat16 on a CPU; "none": as it is.
     """
 
     wants_hidden = True
@@ -296,11 +296,13 @@ class HeadDrafter:
     name, dynamic = "head", True  # it asks sampler.more between drafts
 
     def __init__(self, model: GPT, path, quantize: str | None = None):
-        self.model = model
+        self.model, asked = model, quantize
         if quantize is None and (
             model.identity.get("quantize") or (model.device.type == "cpu" and model.dtype == torch.bfloat16)
         ):
             quantize = "int8"
+        if isinstance(path, DraftHead) and asked:
+            raise ValueError(f"quantize is {asked!r}: a DraftHead is taken as it is; give a folder")
         self.head = path if isinstance(path, DraftHead) else load_draft_head(model, path, quantize)
         config, self.prior = self.head.config, self.head.acceptance
         fuse = 2 * config.n_embd**2
@@ -563,7 +565,7 @@ class SpeculativeRounds(RoundStep):
         self.drafter, self.draft_len = drafter, draft_len
 
     def begin(self, batch: Batch) -> Rounds:
-        self.lengths = DraftLength(self.draft_len, len(batch.tokens), self.WIDTHS, costs_of(self.drafter))
+        self.lengths = DraftLength(self.draft_len, len(batch.tokens), self.WIDTHS, costs_of(self.drafter, "device"))
         self.whys: deque[tuple[str, int]] = deque()  # reasons and widths of the rounds in flight
         self.drafter.attach(batch)
         self.drafter.reset(batch.tokens)

@@ -116,7 +116,7 @@ def main(argv=None) -> int:
         return 2
     print(table(rows))
     if config.out:
-        result = environment() | {"flags": dataclasses.asdict(config), "steps": rows}
+        result = environment("cpu") | {"flags": dataclasses.asdict(config), "steps": rows}
         write_atomically(config.out, functools.partial(Path.write_text, data=json.dumps(result, indent=1) + "\n"))
     return 0
 

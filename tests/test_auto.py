@@ -137,12 +137,25 @@ def test_a_request_starts_from_what_rounds_cost_in_those_before():
     price, known = (0.6, 0.4), {}
     lost = [decode("auto", CHANCES["0.6"], 60, price, 4, seed, known=known)[0] - 60 for seed in range(12)]
     assert lost[0] > 4 and mean(lost[4:]) < 0.6 * lost[0]
-    assert 0.2 < known[4][0] < 0.7 and 0.1 < known[4]["row"] < 0.5  # on their way to 0.6 and 0.4, then no longer tried
-    known[4] |= {0: 0.5, "row": 0.5}  # while in truth drafts cost little
+    assert known[4][0] > 0.2 and known[4]["row"] > 0.1  # on their way up, until drafts are no longer tried
+    dear = Costs(known[4])
+    dear.learn(0, 0, 0.0, 1.0, now=1)
+    for _ in range(100):
+        dear.learn(0, 1, 5.0, 6.0, now=1)
+    assert known[4] == pytest.approx({0: auto.DEAREST, "row": auto.DEAREST}, abs=1e-3)
+    new = Costs(known[4])
+    new.learn(0, 0, 0.0, 1.0, now=1)
+    assert new.line(1, 2.0) == pytest.approx(
+        (1.0, 2 * auto.DEAREST), abs=1e-3
+    )  # a part that was never timed, and guessed dear
+    # while in truth drafts cost little
     taken = [decode("auto", CHANCES["perfect"], 120, PRICES[0], 4, seed, known=known)[0] for seed in range(12)]
     assert max(taken) < 130 and mean(taken[8:]) < 60, taken
     drafter = NGramDrafter()
-    assert auto.costs_of(drafter) is auto.costs_of(drafter) and auto.costs_of(object()) == {}
+    assert (
+        auto.costs_of(drafter) is auto.costs_of(drafter) is not auto.costs_of(drafter, "device")
+        and auto.costs_of(object()) == {}
+    )
 
 
 def test_a_drafter_keeps_its_costs_and_nothing_of_a_text():

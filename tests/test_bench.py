@@ -82,12 +82,12 @@ def test_a_lossless_mode_that_changes_the_text_fails_whatever_its_speed(model_fo
         return outs
 
     monkeypatch.setattr(bench, "speculative_generate", broken)
-    monkeypatch.setattr(measure, "near_tie", lambda model, ids: (1.0, 1e-3))
+    monkeypatch.setattr(measure, "near_tie", lambda model, ids, drawn: (1.0, 1e-3))
     status, out, _ = call(model_folder, capsys, *ONE, "--only", "speculative k=4")
     row = result_of(out)["rows"][1]
     assert status == 1 and row["gate"]["verdict"] == "failed" and "identity FAILED" in out
     assert "parts at token 6" in row["gate"]["why"]
-    monkeypatch.setattr(measure, "near_tie", lambda model, ids: (1e-9, 1e-3))
+    monkeypatch.setattr(measure, "near_tie", lambda model, ids, drawn: (1e-9, 1e-3))
     assert call(model_folder, capsys, *ONE, "--only", "speculative k=4")[0] == 0  # a near-tie
 
 
@@ -101,7 +101,7 @@ def test_every_timed_text_is_held_to_plains_too(model_folder, capsys, monkeypatc
         return outs
 
     monkeypatch.setattr(bench, "speculative_generate", leaking)
-    monkeypatch.setattr(measure, "near_tie", lambda model, ids: (1.0, 1e-3))
+    monkeypatch.setattr(measure, "near_tie", lambda model, ids, drawn: (1.0, 1e-3))
     status, out, _ = call(model_folder, capsys, *ONE, "--only", "speculative k=4")
     assert status == 1 and result_of(out)["rows"][1]["gate"]["why"].startswith("1 of 6 texts")
 
@@ -598,7 +598,7 @@ def test_the_stack_adds_one_thing_a_row_and_holds_it_to_its_text(model_folder, c
         return [run]
 
     monkeypatch.setattr(bench, "eager", wrong)
-    monkeypatch.setattr(measure, "near_tie", lambda model, ids: (1.0, 1e-3))
+    monkeypatch.setattr(measure, "near_tie", lambda model, ids, drawn: (1.0, 1e-3))
     assert call(model_folder, capsys, command=["stack"])[0] == 1
     assert call(model_folder, capsys, "--temperature", 1, command=["stack"])[0] == 2
     status, _, err = call(model_folder, capsys, "--max-new-tokens", 64, command=["stack"])

@@ -55,7 +55,7 @@ def test_a_canary_of_a_wrong_text_ends_with_1_and_says_where(model_folder, capsy
         assert result["disagreement"] == (12 - at) / 12 / 2 and result["same_text"] == 1
         assert (result["parted"][0]["request"], result["parted"][0]["token"]) == (1, at)
     assert canary(model_folder, capsys, "--bound", 0.6)[0] == 0
-    monkeypatch.setattr(canary_module.Session, "gap", lambda self, tokens: (1e-7, 1e-5))
+    monkeypatch.setattr(canary_module.Session, "gap", lambda self, tokens, drawn: (1e-7, 1e-5))
     status, out, _ = canary(model_folder, capsys, "--dtype", "float32")
     assert status == 0 and "1 at near-ties" in out and json.loads(out.splitlines()[-1])["same_text"] == 1
     assert canary(model_folder, capsys, "--dtype", "float64")[0] == 1  # where nothing is excused
@@ -118,7 +118,7 @@ def test_a_canary_without_a_bound_alarms_where_the_certificate_is_improbable(mod
     assert canary(model_folder, capsys, *asked)[0] == 0
     certificate.risk = 0.02
     status, out, _ = canary(model_folder, capsys, "--mode", "early-exit", "--temperature", 1, "--n", 1)
-    assert status == 0 and "would not be noticed: --n is small" in out  # one request proves nothing
+    assert status == 0 and "would not be noticed: see --n" in out  # one request proves nothing
     certificate.clip, certificate.risk = 0.02, 0.01
     assert json.loads(canary(model_folder, capsys, *asked)[1])["disagreement"] <= 0.02
     certificate.loss = "nll"

@@ -470,6 +470,9 @@ def test_a_certified_share_counts_as_its_certificate_does():
     assert gate["value"] == pytest.approx(0.2 * 2 / 22) and gate["verdict"] == "passed", gate
     assert disagreement_gate(lopsided, 0.06, 9.0)["value"] == 10 / 20020
     assert disagreement_gate([audit(64, 0)] * 12, 0.01, 0.05, 0.2)["verdict"] == "passed"
+    assert (
+        disagreement_gate([audit(64, 0)] * 30, 0.07, 0.05, 0.2)["verdict"] == "unsure"
+    )  # the clip hides three times that
     gate = disagreement_gate([audit(64, 2)] * 12, 0.01, 0.05, 0.2)
     assert gate["verdict"] == "failed" and "3.00% must be noticed" in gate["why"]
     gate = disagreement_gate([audit(64, 0)] * 11 + [audit(64, 8)], 0.01, 0.05, 0.2)
