@@ -386,7 +386,8 @@ def wanted(config: BenchConfig, parts: list[dict[str, Mode]]) -> dict[str, Mode]
     first, only = next(iter(modes)), config.only or ("",)
     strange = [part for part in only if not any(part in name for name in modes)]
     if strange:
-        raise ValueError(f"--only holds {strange[0]!r}: no mode of {', '.join(modes)} has that in its name")
+        engines = "; other engines run whatever it says" if config.peers else ""
+        raise ValueError(f"--only holds {strange[0]!r}: no mode of {', '.join(modes)} has that in its name{engines}")
     named = {name: mode for name, mode in modes.items() if any(part in name for part in only)}
     needed = {first, *(mode.plain for mode in named.values())}  # plain's text is what gates compare with
     return {name: mode for name, mode in modes.items() if name in named or name in needed}

@@ -137,8 +137,8 @@ def test_a_prompt_that_comes_again_is_no_other_sequence():
     """Two greedy texts, ten times each, are two sequences: too few for a bootstrap to promise anything."""
     config, mode = bench.BenchConfig(), measure.Mode(None, measure.Variant("", None, None, None), promise="exits")
     texts = [measure.Text([i % 2], None, *runs(rounds=10, plain=10), i) for i in range(20)]
-    assert measure.gate(config, mode, texts, 0.0)["verdict"] == "unsure"
-    assert measure.gate(config, mode, texts, 1.0)["verdict"] == "passed"  # each with a seed of its own
+    assert measure.gate(config, mode, [], texts, 0.0)["verdict"] == "unsure"
+    assert measure.gate(config, mode, [], texts, 1.0)["verdict"] == "passed"  # each with a seed of its own
 
 
 def test_each_promise_has_its_gate(model_folder, capsys):
@@ -156,6 +156,31 @@ def test_each_promise_has_its_gate(model_folder, capsys):
         assert (
             rows[1, "speculative k=4"]["alpha"] == rows[2, "speculative k=4"]["alpha"]
         )  # the same noise, alone or not
+
+
+@pytest.mark.parametrize("value, verdict", [(0.5, "passed"), (0.04, "failed")])
+def test_a_law_that_fails_is_asked_again_with_other_seeds(model_folder, capsys, monkeypatch, value, verdict):
+    """Once in a thousand a right one fails; what fails for a reason is doubtful again."""
+    seen, honest = [], bench.speculative_generate
+
+    def watched(model, drafter, prompts, sampling, *how):
+        seen.append(list(sampling.row_seeds(len(prompts))))
+        return honest(model, drafter, prompts, sampling, *how)
+
+    def judged(model, sampling, runs):
+        first = seen[-1][0] < measure.OTHER_SEEDS
+        assert [len(tokens) for _, tokens in runs] == [12, 12]
+        return {"kind": "distribution", "verdict": "failed" if first else "passed", "value": 0.0005 if first else value,
+                "bound": 0.001, "why": "first" if first else "second"}  # fmt: skip
+
+    monkeypatch.setattr(bench, "speculative_generate", watched)
+    monkeypatch.setattr(measure.quality, "distribution_gate", judged)
+    only = ["--batch", 1, "--temperature", 1, "--only", "speculative k=4", "--repeats", 1]
+    status, out, _ = call(model_folder, capsys, *only)
+    gate = result_of(out)["rows"][1]["gate"]
+    assert (gate["verdict"], gate["value"], status) == (verdict, value, int(verdict == "failed"))
+    assert gate["why"] == "first; with other seeds second"
+    assert seen[-2:] == [[x[0] + measure.OTHER_SEEDS] for x in seen[:4:2]]  # two prompts, each run twice before
 
 
 def test_ratios_are_paired_and_interleaved(model_folder, capsys, monkeypatch):
