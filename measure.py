@@ -10,6 +10,7 @@ config is bench.BenchConfig: of it, how often to run, how many tokens, the seed,
 import functools
 import itertools
 import math
+import random
 import statistics
 import sys
 import time
@@ -76,7 +77,7 @@ class Measured(NamedTuple):
     """What one mode did on one group."""
 
     runs: list[Generation]  # not timed, audited where that can be
-    calls: Counter | None  # of early exit: what a run asks of the target; None: not seen from here
+    seen: "Seen | None"  # of early exit, and the first mode beside it; None: not seen from here
     seconds: list[float]  # of a token, in each timed run
     timed: list[list[Generation]]
 
@@ -94,15 +95,16 @@ def measure(config, modes: dict[str, Mode], groups: list[Group], temperature: fl
     1. one run of each mode on each group, not timed: warm-up, tokens, acceptance; of early exit another, for its calls
     2. `repeats` timed runs of each, interleaved, each time beginning with another mode
     """
-    done, names = [], list(modes)
+    done, names, exits = [], list(modes), any(mode.promise == "exits" for mode in modes.values())
     try:
         for group in groups:
             sampling = SamplingParams(config.max_new_tokens, temperature, seed=seeds_of(config, group))
             found = {}
             for name, mode in modes.items():
                 runs = heed((mode.audited or mode.decode)(group.prompts, sampling))
-                calls = calls_of(mode, group.prompts, sampling) if mode.promise == "exits" else None
-                found[name] = Measured(runs, calls, [], [])
+                watched = exits and mode.variant and (mode.promise == "exits" or name == names[0])
+                seen = calls_of(mode, group.prompts, sampling) if watched else None
+                found[name] = Measured(runs, seen, [], [])
                 bar.update()
             for repeat in range(config.repeats):
                 first = repeat % len(names)
@@ -237,60 +239,67 @@ def draft_operations(drafter, context: float) -> float:
 #     ("draw", rows)                    those that leave at one depth are drawn together
 
 
-def steps_of(runs: list[Generation]) -> list[Counter]:
-    """Of each step of rows in lockstep: {layers that ran: rows that left there}."""
-    columns = itertools.zip_longest(*(run.layers_run for run in runs))
-    return [Counter(n for n in column if n is not None) for column in columns]
+class Seen(NamedTuple):
+    """The calls of a run that was watched, and its seconds behind the prompts: inside of them, and between them."""
+
+    calls: Counter
+    inside: float
+    between: float
 
 
-def plain_calls(runs: list[Generation], n_layer: int) -> Counter:
-    calls = Counter()
-    for n in (sum(step.values()) for step in steps_of(runs)):
-        calls.update([("layers", n, 1, n_layer), ("head", n, False), ("draw", n)])
-    return calls
-
-
-def calls_of(mode: Mode, prompts: list[list[int]], sampling: SamplingParams) -> Counter | None:
+def calls_of(mode: Mode, prompts: list[list[int]], sampling: SamplingParams) -> Seen | None:
     """What a run, not audited, asks of the target behind its prompts. None where the device runs it by itself, unseen."""
-    model, calls = mode.variant.model, []
+    model, seen, draw = mode.variant.model, [], Sampler.sample
     if runs_alone(model, sampling):
         return None
 
+    def timed(call: tuple, act, *how):
+        began = time.perf_counter()
+        out = act(*how)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        seen.append((call, time.perf_counter() - began))
+        return out
+
     def run_layers(x, cache, positions, first, last):
-        calls.append(("layers", *x.shape[:2], last - first))
-        return GPT.run_layers(model, x, cache, positions, first, last)
+        call = ("layers", *x.shape[:2], last - first)
+        return timed(call, GPT.run_layers, model, x, cache, positions, first, last)
 
     def logits(x, exit_layer=None, *how):
-        calls.append(("head", len(x), exit_layer is not None))
-        return GPT.logits(model, x, exit_layer, *how)
+        return timed(("head", len(x), exit_layer is not None), GPT.logits, model, x, exit_layer, *how)
 
     def exit_confidence(x, *how):
-        calls.append(("asked", len(x)))
-        return GPT.exit_confidence(model, x, *how)
+        return timed(("asked", len(x)), GPT.exit_confidence, model, x, *how)
 
-    model.run_layers, model.logits, model.exit_confidence = run_layers, logits, exit_confidence
+    def sample(self, rows, logits):
+        return timed(("draw", len(rows)), draw, self, rows, logits)
+
+    model.run_layers, model.logits, model.exit_confidence, Sampler.sample = run_layers, logits, exit_confidence, sample
     try:
         runs = heed(mode.decode(prompts, sampling))
     finally:
         del model.run_layers, model.logits, model.exit_confidence
-    n_chunks = -(-(max(map(len, prompts)) - 1) // PREFILL_CHUNK)
-    draws = (("draw", n) for step in steps_of(runs) for n in step.values())
-    return Counter([*calls[n_chunks:], *draws])
+        Sampler.sample = draw
+    seen = seen[-(-(max(map(len, prompts)) - 1) // PREFILL_CHUNK) :]
+    inside, phases = sum(seconds for _, seconds in seen), phase_seconds([run.stats for run in runs])
+    between = max(phases["draft"] + phases["verify"] - inside, 0.0)
+    return Seen(Counter(call for call, _ in seen), inside, between)
 
 
 @torch.inference_mode()
-def seconds_of(calls: set[tuple[GPT, tuple]], temperature: float, n_rounds: int = 8) -> dict[tuple[GPT, tuple], float]:
-    """What each call of a model takes alone, interleaved."""
+def seconds_of(calls: set[tuple[GPT, tuple]], temperature: float, n_rounds: int = 16) -> dict[tuple[GPT, tuple], float]:
+    """What each call of a model takes alone, interleaved, in another order each time: what ran before leaves its weights in
+    the cache. The lower quartile: interruptions are no part of a call."""
     acts = {(model, call): prepared(model, call, temperature) for model, call in calls}
-    times = {key: [] for key in acts}
+    times, order = {key: [] for key in acts}, random.Random(0)
     for _ in range(n_rounds):
-        for (model, call), act in acts.items():
+        for (model, call), act in order.sample(list(acts.items()), len(acts)):
             began = time.perf_counter()
             act()
             if model.device.type == "cuda":
                 torch.cuda.synchronize()
             times[model, call].append(time.perf_counter() - began)
-    return {key: statistics.median(taken) for key, taken in times.items()}
+    return {key: float(np.percentile(taken, 25)) for key, taken in times.items()}
 
 
 def prepared(model: GPT, call: tuple, temperature: float) -> Callable[[], object]:
@@ -316,13 +325,14 @@ def prepared(model: GPT, call: tuple, temperature: float) -> Callable[[], object
 
 
 def predicted(
-    mode: Mode, batch, plain, seconds: tuple[float, float] | None = None
+    mode: Mode, batch, plain, priced: tuple[float, dict[str, float]] | None = None
 ) -> tuple[float, dict[str, float]] | None:
     """Speed to plain by the cost model, and what it leaves out, as factors that were measured in the same run.
 
     Speculation: (1 - alpha^(k + 1)) / (1 - alpha) tokens a round of k drafts (Leviathan et al. 2023), over the time of its drafts
     and its verification in plain passes. Early exit: seconds of plain's calls and of its own, at what each takes alone.
-    "acceptance": acceptance that is no constant, tokens of a round by the model to those seen; "loop": all but drafts and passes.
+    "acceptance": acceptance that is no constant, tokens of a round by the model to those seen; "loop": all but drafts and passes;
+    "calls in place", "between calls": in a run that was watched, what calls take beside what they take alone, and the rest of passes.
     """
     total = add_up(run.stats for run in batch)
     times, plain_times = (phase_seconds([run.stats for run in runs]) for runs in (batch, plain))
@@ -332,7 +342,7 @@ def predicted(
     loop = (1 + plain_times["other"] / plain_passes) / (1 + times["other"] / passes)
     n_plain = sum(len(run.tokens) for run in plain)
     if mode.promise == "exits":
-        return seconds and (total.tokens / seconds[1] * seconds[0] / n_plain, {"loop": loop})
+        return priced and (total.tokens / n_plain * priced[0], {"loop": loop} | priced[1])
     judged = total.accepted + total.corrected
     alpha = total.accepted / judged if judged else 0.0
     by_model = sum(n * sum(alpha**i for i in range(k + 1)) for k, n in enumerate(total.drafted_histogram))
@@ -340,18 +350,28 @@ def predicted(
     return ratio, {"acceptance": total.tokens / by_model, "loop": loop}
 
 
-def call_seconds(mode: Mode, first: Mode, ours: list[Measured], base: list[Measured], temperature: float) -> list:
-    """Of each group the seconds of plain's calls and of the mode's, at what each takes alone; None where it does not tell."""
-    if mode.promise != "exits" or first.variant is None or any(found.calls is None for found in ours):
+def by_calls(mode: Mode, first: Mode, ours: list[Measured], base: list[Measured], temperature: float) -> list:
+    """Of each group how many times the seconds of the mode's calls plain's are, at what each takes alone, and what that leaves
+    out; None where it does not tell."""
+    if mode.promise != "exits" or any(found.seen is None for found in (*ours, *base)):
         return [None] * len(ours)
     models = first.variant.model, mode.variant.model
-    calls = [(plain_calls(b.runs, models[0].config.n_layer), a.calls) for a, b in zip(ours, base)]
-    kinds = {(model, call) for pair in calls for model, part in zip(models, pair) for call in part}
-    alone = seconds_of(kinds, temperature)
-    return [
-        tuple(sum(n * alone[model, call] for call, n in part.items()) for model, part in zip(models, pair))
-        for pair in calls
-    ]
+    pairs = [(b.seen, a.seen) for a, b in zip(ours, base)]
+    kinds = {(model, call) for pair in pairs for model, seen in zip(models, pair) for call in seen.calls}
+    alone, found = seconds_of(kinds, temperature), []
+    for pair in pairs:
+        plain, own = (
+            sum(n * alone[model, call] for call, n in seen.calls.items()) for model, seen in zip(models, pair)
+        )
+        in_place, whole = (
+            plain_seconds / seconds
+            for plain_seconds, seconds in (
+                (pair[0].inside / plain, pair[1].inside / own),
+                (1 + pair[0].between / pair[0].inside, 1 + pair[1].between / pair[1].inside),
+            )
+        )
+        found.append((plain / own, {"calls in place": in_place, "between calls": whole}))
+    return found
 
 
 def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Measured]], groups: list[Group],
@@ -371,8 +391,8 @@ def summary(config, name: str, modes: dict[str, Mode], done: list[dict[str, Meas
     between = percentiles([t for s in timed for t in s.token_seconds[1:]])
     n_equal = sum(x == y for run, plain in zip(runs, plain_runs) for x, y in zip(run.tokens, plain.tokens))
     n_longest = sum(max(len(run.tokens), len(plain.tokens)) for run, plain in zip(runs, plain_runs))
-    priced = call_seconds(mode, modes[first], ours, base, temperature)
-    pairs = [(*pair, seconds) for a, b, seconds in zip(ours, base, priced) for pair in zip(a.timed, b.timed)]
+    priced = by_calls(mode, modes[first], ours, base, temperature)
+    pairs = [(*pair, price) for a, b, price in zip(ours, base, priced) for pair in zip(a.timed, b.timed)]
     guesses = [guess for pair in pairs if (guess := predicted(mode, *pair))]
     row = {
         "mode": name, "batch": len(groups[0].prompts), "temperature": temperature,

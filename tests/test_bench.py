@@ -25,7 +25,7 @@ import peers
 import quality
 import synthetic
 from checkpoint import Tokenizer, load_checkpoint
-from decode import Generation, SamplingParams, generate
+from decode import Generation, Sampler, SamplingParams, generate
 from early_exit import early_exit_generate
 from model import DraftHead
 from speculative import ChainDrafter, ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_generate
@@ -230,21 +230,26 @@ def test_early_exit_is_predicted_from_its_calls_at_what_each_takes_alone(monkeyp
         return {(model, call): took[call] * (1 if model is variant.model else 10) for model, call in calls}
 
     monkeypatch.setattr(measure, "seconds_of", alone)
-    plain = [Generation(tokens=[0] * 3, layers_run=[4] * 3) for _ in range(2)]
-    calls = Counter(
+    plain = Counter({("layers", 2, 1, 4): 3, ("head", 2, False): 3, ("draw", 2): 3})
+    own = Counter(
         {("layers", 2, 1, 1): 2, ("asked", 2): 2, ("head", 2, True): 1, ("draw", 1): 2, ("layers", 1, 2, 3): 1}
     )
     mode = measure.Mode(None, other, promise="exits")
-    groups = [measure.Measured(runs_, calls_, [], []) for runs_, calls_ in ((None, calls), (plain, None))]
-    found = measure.call_seconds(mode, measure.Mode(None, variant), groups[:1], groups[1:], 0.7)
-    expected = (3 * (6.0 + 1.0 + 0.5), 10 * (2 * 2.0 + 2 * 0.25 + 0.75 + 2 * 0.25 + 3.0))
-    assert found == [pytest.approx(expected)] and asked[0][1] == 0.7
+    seen = measure.Seen(own, inside=100.0, between=25.0), measure.Seen(plain, inside=30.0, between=3.0)
+    groups = [measure.Measured([], x, [], []) for x in seen]
+    [(ratio, terms)] = measure.by_calls(mode, measure.Mode(None, variant), groups[:1], groups[1:], 0.7)
+    alone = 3 * (6.0 + 1.0 + 0.5), 10 * (2 * 2.0 + 2 * 0.25 + 0.75 + 2 * 0.25 + 3.0)
+    assert ratio == pytest.approx(alone[0] / alone[1]) and asked[0][1] == 0.7
+    assert terms == pytest.approx({"calls in place": 30 / alone[0] / (100 / alone[1]), "between calls": 1.1 / 1.25})
+    assert ratio * terms["calls in place"] * terms["between calls"] == pytest.approx(33 / 125)
     left = runs(rounds=4, exited=2, plain=2, verify_seconds=5.0)
     stepped = runs(rounds=6, plain=6, verify_seconds=5.0)
-    assert measure.predicted(mode, left, stepped, found[0])[0] == pytest.approx(4 / expected[1] * expected[0] / 6)
+    guess, left_out = measure.predicted(mode, left, stepped, (ratio, terms))
+    assert guess == pytest.approx(4 / 6 * ratio) and left_out == {"loop": 1.0} | terms
     assert measure.predicted(mode, left, stepped, None) is None
-    unseen = groups[0]._replace(calls=None)
-    assert measure.call_seconds(mode, measure.Mode(None, variant), [unseen], groups[1:], 0.7) == [None]
+    unseen = [group._replace(seen=None) for group in groups]
+    for a, b in ((unseen[0], groups[1]), (groups[0], unseen[1])):
+        assert measure.by_calls(mode, measure.Mode(None, variant), [a], [b], 0.7) == [None]
 
 
 def test_times_are_of_the_timed_runs_and_quartiles_of_few_lie_around_their_median():
@@ -759,21 +764,21 @@ def test_the_calls_of_a_run_are_counted_without_its_prompts():
     model, sampling = tiny_model(), SamplingParams(5, 0.0)
     mode = measure.Mode(lambda *how: generate(model, *how), measure.Variant("", model, None, None))
     for prompts in ([[1, 2, 3]], [[7]], [[1, 2, 3, 4], [5]], [[1] * 61, [2]]):  # the last row goes on alone
-        calls = measure.calls_of(mode, prompts, sampling)
-        assert calls == measure.plain_calls(generate(model, prompts, sampling), 4)
+        calls, inside, between = measure.calls_of(mode, prompts, sampling)
+        assert calls.total() == 3 * 5 and 0 < inside and 0 <= between
         assert sum(n for call, n in calls.items() if call[0] == "layers") == 5
     assert calls["layers", 2, 1, 4] == 3 and calls["draw", 1] == 2
     prompts, sampling = [[1, 2], [3, 4], [5, 6]], SamplingParams(30, 1.0, seed=3)
     for thresholds in ((0.4, 0.5, 0.6), (0.0, 2.0, 2.0), (2.0, 2.0, 2.0)):
         mode = mode._replace(decode=functools.partial(early_exit_generate, model, threshold=thresholds))
-        calls, outs = measure.calls_of(mode, prompts, sampling), mode.decode(prompts, sampling)
+        calls, outs = measure.calls_of(mode, prompts, sampling).calls, mode.decode(prompts, sampling)
         sums = {what: sum(n * call[1] for call, n in calls.items() if call[0] == what) for what in ("asked", "draw")}
         assert sums["draw"] == 90 and sums["asked"] >= sum(out.stats.exited for out in outs)
         draws, heads = (sum(n for call, n in calls.items() if call[0] == what) for what in ("draw", "head"))
         assert draws == heads  # those that leave at one depth are drawn from one head
         passes = sum(n * call[1] * call[3] for call, n in calls.items() if call[0] == "layers")
         assert passes == sum(out.stats.layer_passes for out in outs)
-    assert not {"run_layers", "logits", "exit_confidence"} & set(vars(model))
+    assert not {"run_layers", "logits", "exit_confidence"} & set(vars(model)) and Sampler.sample.__module__ == "decode"
 
 
 def test_a_call_that_is_timed_alone_is_the_call_that_was_seen():
@@ -796,11 +801,11 @@ def test_a_call_that_is_timed_alone_is_the_call_that_was_seen():
                 if call[0] == "draw":
                     assert len(act()[0]) == call[1]
                 act()
-            return []
+            return [Generation()]
 
         mode = measure.Mode(decode, measure.Variant("", model, None, None))
-        seen = measure.calls_of(mode, [[0]], SamplingParams(1))
-        assert call[0] == "draw" or seen[call] >= 1, (call, seen)
+        calls = measure.calls_of(mode, [[0]], SamplingParams(1)).calls
+        assert calls[call] >= 1, (call, calls)
 
 
 def test_early_exit_that_the_device_runs_unseen_has_no_prediction(model_folder, capsys, monkeypatch):
