@@ -461,6 +461,24 @@ def plans_of(drafter, rows: list[int]) -> list[Plan]:
     return [Plan(getattr(drafter, "name", type(drafter).__name__), [(0, None)] * len(rows), **known)]
 
 
+def proposed(name: str, found, device) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
+    """What a drafter returned: token ids (B, K), processed logits (B, K, V) or None, how many of each row count (B,)."""
+    try:
+        tokens, logits, n = found
+        tokens, counts = tokens.to(device), torch.as_tensor(n)
+        logits = None if logits is None else logits.to(device)
+        whole = not tokens.is_floating_point() and not counts.is_floating_point()
+        good = whole and tokens.dim() == 2 and counts.dim() == 1 and (logits is None or logits.dim() == 3)
+    except (TypeError, ValueError, AttributeError):
+        good = False
+    if not good:
+        raise ValueError(
+            f"{name}.propose returned {' '.join(repr(found).split())[:200]}: give token ids (rows, drafts), their processed logits "
+            "(rows, drafts, vocabulary) or None, and how many drafts of each row count (rows)"
+        )
+    return tokens.to(torch.int64), logits, counts.tolist()
+
+
 class SpeculativeStep:
     """Draft, verify, accept: up to k + 1 tokens per row from one pass of the target."""
 
@@ -519,19 +537,19 @@ class SpeculativeStep:
         if hasattr(self.drafter, "follow"):
             self.drafter.follow(dict(zip(rows, self.lengths.plan.offers)))
         batch.sampler.judge_drafts(self.lengths.more if self.lengths.fixed is None else None)
-        tokens, logits, n = self.drafter.propose([rows[i] for i in where], max_k, batch.sampler)
-        device = batch.model.device
-        tokens = tokens.to(device, torch.int64)
-        logits = None if logits is None else logits.to(device)
-        counts, name = torch.as_tensor(n).tolist(), type(self.drafter).__name__
+        device, name = batch.model.device, type(self.drafter).__name__
+        tokens, logits, counts = proposed(
+            name, self.drafter.propose([rows[i] for i in where], max_k, batch.sampler), device
+        )
         n_drafted = [0] * len(rows)
         for i, count in zip(where, counts):
             n_drafted[i] = min(count, asked[i])
         width = max(n_drafted)
         shapes = [x.shape[:2] for x in (tokens, logits) if x is not None]
         if len(counts) != len(where) or min(counts) < 0 or any(b != len(where) or k < width for b, k in shapes):
+            drawn = "" if logits is None else f" from logits {tuple(logits.shape)}"
             raise ValueError(
-                f"{name} proposed tokens {tuple(tokens.shape)} with n {counts}, asked for {len(where)} rows"
+                f"{name} proposed tokens {tuple(tokens.shape)}{drawn} with n {counts}, asked for {len(where)} rows of at most {max_k}"
             )
         own = torch.tensor([n_drafted[i] for i in where], device=tokens.device)
         tokens = tokens[:, :width].where(torch.arange(width, device=tokens.device) < own[:, None], 0)

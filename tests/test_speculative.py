@@ -608,6 +608,29 @@ def test_a_bad_proposal_is_refused_in_one_line(drafter):
     assert "Fixed proposed" in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        (torch.ones(1, 2), [2]),
+        (torch.ones(2, dtype=torch.int64), None, [2]),
+        (torch.ones(1, 2), None, [2]),
+        ([[1, 2]], None, [2]),
+        (torch.ones(1, 2, dtype=torch.int64), None, 2),
+        (torch.ones(1, 2, dtype=torch.int64), None, [1.5]),
+        (torch.ones(1, 2, dtype=torch.int64), None, "x"),
+        (torch.ones(1, 2, dtype=torch.int64), torch.zeros(1, 24), [2]),
+        (torch.ones(1, 2, dtype=torch.int64), [[0.0]], [2]),
+    ],
+)
+def test_what_is_no_proposal_is_refused_in_one_line_that_says_what_is_one(answer):
+    drafter = Fixed([[1, 2]], [2])
+    drafter.answer = answer
+    with pytest.raises(ValueError, match="Fixed.propose returned .*: give token ids") as error:
+        speculative_generate(tiny_model(), drafter, [[1, 2]], SamplingParams(8), 2)
+    assert "\n" not in str(error.value)
+
+
 def test_what_stands_behind_a_rows_own_drafts_is_not_looked_at():
     """A drafter may pad with anything, and may propose more than it was asked for."""
 
