@@ -160,13 +160,10 @@ def environment(device: str = "auto") -> dict:
     if info.exists():
         names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = f"{len(names)} x {names[0]}" if names else cpu
-    if torch.cuda.is_available() and not device.startswith("cpu"):
-        machine = torch.cuda.get_device_name(None if device == "auto" else device)
-    else:
-        machine = cpu
+    on_gpu = torch.cuda.is_available() and not device.startswith("cpu")
     return {
         "command": " ".join(["python", script, *sys.argv[1:]]),
-        "machine": machine,
+        "machine": torch.cuda.get_device_name(None if device == "auto" else device) if on_gpu else cpu,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,

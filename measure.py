@@ -280,7 +280,8 @@ def calls_of(mode: Mode, prompts: list[list[int]], sampling: SamplingParams) -> 
     finally:
         del model.run_layers, model.logits, model.exit_confidence
         Sampler.sample = draw
-    seen = seen[-(-(max(map(len, prompts)) - 1) // PREFILL_CHUNK) :]
+    n_chunks = -(-(max(map(len, prompts)) - 1) // PREFILL_CHUNK)
+    seen = seen[n_chunks:]
     inside, phases = sum(seconds for _, seconds in seen), phase_seconds([run.stats for run in runs])
     between = max(phases["draft"] + phases["verify"] - inside, 0.0)
     return Seen(Counter(call for call, _ in seen), inside, between)
@@ -359,18 +360,13 @@ def by_calls(mode: Mode, first: Mode, ours: list[Measured], base: list[Measured]
     pairs = [(b.seen, a.seen) for a, b in zip(ours, base)]
     kinds = {(model, call) for pair in pairs for model, seen in zip(models, pair) for call in seen.calls}
     alone, found = seconds_of(kinds, temperature), []
-    for pair in pairs:
-        plain, own = (
-            sum(n * alone[model, call] for call, n in seen.calls.items()) for model, seen in zip(models, pair)
+    for plain, own in pairs:
+        before, after = (
+            sum(n * alone[model, call] for call, n in seen.calls.items()) for model, seen in zip(models, (plain, own))
         )
-        in_place, whole = (
-            plain_seconds / seconds
-            for plain_seconds, seconds in (
-                (pair[0].inside / plain, pair[1].inside / own),
-                (1 + pair[0].between / pair[0].inside, 1 + pair[1].between / pair[1].inside),
-            )
-        )
-        found.append((plain / own, {"calls in place": in_place, "between calls": whole}))
+        in_place = (plain.inside / before) / (own.inside / after)
+        between = (1 + plain.between / plain.inside) / (1 + own.between / own.inside)
+        found.append((before / after, {"calls in place": in_place, "between calls": between}))
     return found
 
 

@@ -296,14 +296,14 @@ class HeadDrafter:
     name, dynamic = "head", True  # it asks sampler.more between drafts
 
     def __init__(self, model: GPT, path, quantize: str | None = None):
-        self.model, asked = model, quantize
-        if quantize is None and (
-            model.identity.get("quantize") or (model.device.type == "cpu" and model.dtype == torch.bfloat16)
-        ):
-            quantize = "int8"
-        if isinstance(path, DraftHead) and asked:
-            raise ValueError(f"quantize is {asked!r}: a DraftHead is taken as it is; give a folder")
-        self.head = path if isinstance(path, DraftHead) else load_draft_head(model, path, quantize)
+        self.model = model
+        if isinstance(path, DraftHead):
+            if quantize:
+                raise ValueError(f"quantize is {quantize!r}: a DraftHead is taken as it is; give a folder")
+            self.head = path
+        else:
+            pays = model.identity.get("quantize") or (model.device.type == "cpu" and model.dtype == torch.bfloat16)
+            self.head = load_draft_head(model, path, quantize or ("int8" if pays else None))
         config, self.prior = self.head.config, self.head.acceptance
         fuse = 2 * config.n_embd**2
         self.cost = passes(model.config, weights_read(config, 1, len(config.exit_vocab)) + fuse)

@@ -345,36 +345,34 @@ def test_ctrl_c_keeps_what_is_complete(model_folder, capsys, monkeypatch, tmp_pa
     assert (status, out) == (130, "") and not (tmp_path / "result.json").exists()  # nothing was complete
 
 
-@pytest.mark.parametrize("command", [[], ["stack"]], ids=["speed", "stack"])
-def test_ctrl_c_while_quality_is_judged_keeps_the_rows_before(model_folder, capsys, monkeypatch, command):
-    calls, honest = itertools.count(), bench.summary
+def interrupt(monkeypatch, name: str, at: int = 2) -> None:
+    """Ctrl-C in a call of a function of bench.py, counted from 0."""
+    calls, honest = itertools.count(), getattr(bench, name)
 
     def interrupted(*what):
-        if next(calls) == 2:
+        if next(calls) == at:
             raise KeyboardInterrupt
         return honest(*what)
 
-    monkeypatch.setattr(bench, "summary", interrupted)
+    monkeypatch.setattr(bench, name, interrupted)
+
+
+@pytest.mark.parametrize("command", [[], ["stack"]], ids=["speed", "stack"])
+def test_ctrl_c_while_quality_is_judged_keeps_the_rows_before(model_folder, capsys, monkeypatch, command):
+    interrupt(monkeypatch, "summary")
     status, out, _ = call(model_folder, capsys, *ONE, command=command)
     result = result_of(out)
     assert status == 130 and result["interrupted"] and len(result.get("rows") or result["stack"]) == 2
 
 
 def test_ctrl_c_keeps_the_variants_whose_quality_is_known(model_folder, capsys, monkeypatch, tmp_path):
-    calls, honest = itertools.count(), bench.compare_on_text
-
-    def interrupted(*what):
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        return honest(*what)
-
-    monkeypatch.setattr(bench, "compare_on_text", interrupted)
+    interrupt(monkeypatch, "compare_on_text")
     flags = ["--variants", "float32,int8,int4", "--out", tmp_path / "result.json"]
     status, out, _ = call(model_folder, capsys, *flags, command=["quality"])
     result = result_of(out)
     assert status == 130 and result["interrupted"] and result == json.loads((tmp_path / "result.json").read_text())
     assert [row["variant"] for row in result["rows"]] == ["float32", "int8"] and "perplexity" in out.splitlines()[0]
-    calls = itertools.count(2)
+    interrupt(monkeypatch, "compare_on_text", at=0)
     assert call(model_folder, capsys, *flags, command=["quality"])[:2] == (130, "")  # nothing was complete
 
 
