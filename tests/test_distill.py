@@ -148,6 +148,8 @@ def test_a_draft_head_survives_its_file_and_refuses_another_target(tmp_path):
         load_draft_head(other, tmp_path)
     with pytest.raises(ValueError, match="give both the same model"):
         speculative_generate(other, HeadDrafter(model, tmp_path), [[1, 2]], SamplingParams(3))
+    with pytest.raises(ValueError, match="quantize is 'int8': a DraftHead is taken as it is"):
+        HeadDrafter(model, random_head(model), "int8")
     (tmp_path / "config.json").write_text(json.dumps({"format": "nanospec"}))
     with pytest.raises(ValueError, match="format is 'nanospec'"):
         load_draft_head(model, tmp_path)
