@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -97,42 +98,34 @@ def _launch_next(PDL: tl.constexpr):
 SAMPLE, DRAFT, ACCEPT, RESAMPLE = 0, 1, 2, 3  # streams: no two draws of a position share noise
 
 _MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox_ref(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Philox 4x32-10: counter (4, ...) and key (2, ...), int64 that hold 32-bit words -> (4, ...) words, same layout.
-
-    The last dimensions broadcast. A 32 x 32 bit product fits in int64 up to its sign bit, which the mask drops.
-    """
-    shape = torch.broadcast_tensors(counter[0], key[0])[0].shape  # torch.broadcast_shapes would import sympy: 0.4 s
-    counter = counter.expand(4, *shape)
-    expand = (2,) + (1,) * len(shape)
-    multipliers = torch.tensor(_MULTIPLIERS, device=counter.device).view(expand)
-    weyl = torch.tensor(_WEYL, device=counter.device).view(expand)
-    left, right = counter[0::2], counter[1::2].flip(0)  # (c0, c2) are multiplied, (c3, c1) wait for the other's product
-    for round_key in [((key + i * weyl) & _MASK).flip(0) for i in range(10)]:
-        product = left * multipliers
-        # c0 <- hi(c2) ^ c1 ^ k0, c2 <- hi(c0) ^ c3 ^ k1: computed in the order (c2, c0), then turned round
-        high = (product >> 32).bitwise_and_(_MASK)
-        left = high.bitwise_xor_(right).bitwise_xor_(round_key).flip(0)
-        right = product.bitwise_and_(_MASK)
-    return torch.stack((left[0], right[1], left[1], right[0]))
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox 4x32-10: a counter of four 32-bit words and a key of two -> four words; of integers, or NumPy uint64 arrays."""
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # 64 bits: the upper half is mixed in, the lower kept
+        c0, c1, c2, c3 = p1 >> 32 ^ c1 ^ k0, p1 & _MASK, p0 >> 32 ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = k0 + 0x9E3779B9 & _MASK, k1 + 0xBB67AE85 & _MASK
+    return c0, c1, c2, c3
 
 
 def _words(seeds: torch.Tensor, index: torch.Tensor, stream: int, rounds: torch.Tensor, half_ids: torch.Tensor):
-    """Philox words (4, N, M) for rows with seeds, index, rounds (N,) at vocabulary pairs half_ids (M,) or (N, M)."""
-    half_ids = half_ids.expand(len(seeds), half_ids.shape[-1])
-    column = [x[:, None].expand_as(half_ids) for x in (index, torch.full_like(index, stream), rounds)]
-    key = torch.stack((seeds & _MASK, (seeds >> 32) & _MASK))[:, :, None]
-    return philox_ref(torch.stack((half_ids, *column)), key)
+    """Philox words (4, N, M) for rows with seeds, index, rounds (N,) at vocabulary pairs half_ids (M,) or (N, M).
+
+    NumPy computes them, on the CPU: of steps so small PyTorch's calls take longer than the work.
+    """
+    ids, *columns = (x.cpu().numpy().view(np.uint64) for x in (half_ids, index, rounds, seeds))
+    at, rounds, seeds = (column[:, None] for column in columns)
+    words = np.stack(philox(ids, at, stream, rounds, seeds & _MASK, seeds >> 32))
+    return torch.from_numpy(words.view(np.int64)).to(index.device)
 
 
 def accept_uniform(seeds: torch.Tensor, index: torch.Tensor, rounds: torch.Tensor) -> torch.Tensor:
     """The uniform (N,) float32 in [0, 1) that decides whether the draft at `index` is accepted; never 1."""
-    word = _words(seeds, index, ACCEPT, rounds, torch.zeros(1, dtype=torch.int64, device=seeds.device))[0, :, 0]
-    return ((word >> 16).float() * 2.0**-16 + (word & 0xFFFF).float() * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
+    rows = zip(index.tolist(), rounds.tolist(), seeds.tolist())
+    words = [philox(0, at, ACCEPT, n, seed & _MASK, seed >> 32 & _MASK)[0] for at, n, seed in rows]
+    uniform = torch.tensor([word * 2.0**-32 for word in words], dtype=torch.float32, device=seeds.device)
+    return uniform.clamp_(max=1.0 - 2.0**-24)
 
 
 def _exponential(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -156,12 +149,11 @@ def race(probs: torch.Tensor, seeds: torch.Tensor, index: torch.Tensor, stream: 
     """
     n_rows, n_vocab = probs.shape
     alive = probs > 0
-    if int(alive.sum()) * 4 > n_rows * n_vocab:  # dense: one counter serves the two ids of a pair
+    if int(torch.count_nonzero(alive)) * 4 > n_rows * n_vocab:  # dense: one counter serves the two ids of a pair
         half_ids = torch.arange((n_vocab + 1) // 2, device=probs.device)
-        w0, w1, w2, w3 = _words(seeds, index, stream, rounds, half_ids)
-        high, low = torch.stack((w0, w2), -1).flatten(1), torch.stack((w1, w3), -1).flatten(1)
-        score = probs / _exponential(high[:, :n_vocab], low[:, :n_vocab])
-        return score.masked_fill_(~alive, -1.0).argmax(-1)
+        words = _words(seeds, index, stream, rounds, half_ids).movedim(0, -1)  # (N, V/2, 4)
+        noise = _exponential(words[..., 0::2], words[..., 1::2]).flatten(1)
+        return (probs / noise[:, :n_vocab]).argmax(-1)
     row, ids = alive.nonzero(as_tuple=True)
     noise = race_noise(seeds[row], index[row], stream, rounds[row], ids[:, None]).squeeze(-1)
     score = torch.full((n_rows, n_vocab), -1.0, dtype=torch.float64, device=probs.device)
