@@ -24,13 +24,18 @@ CREDIT = 20.0  # tokens' time that may be gained and lost again: a wrong idea of
 MEMORY = 0.9  # weight of what was seen a round earlier; where another drafter drafted: SLOWLY
 SLOWLY = 0.995
 GUESS = 0.6  # chance that a draft is accepted, of a drafter that nobody has measured
-BELIEF = 2.0  # judged drafts that the first guess of an acceptance counts for
+BELIEF = 2.0  # judged drafts that the first guess of an acceptance counts for; of a confidence's: TRUST
+TRUST = 8.0
 KEPT = 7  # measured rounds of each length that its cost is the median of
 LEARNT = 0.1  # how far a round moves the costs that the next request starts from: an accident moves them little
 DEAREST = 0.5  # plain rounds that they are at most: what looks dear must stay cheap enough to be tried again
 FRESH = 64  # rounds after which what was measured is old: the context has grown
+ACCIDENT = 4.0  # times what a round should take: once in FRESH rounds that is put down to the machine, and forgotten
 BINS = 5  # of the drafter's confidence
-KEEN = 0.6  # share of its cost that one more draft must promise: chances are guessed low, and a draft left out teaches nothing
+GREEDY, SAMPLED = (
+    1.0,
+    0.45,
+)  # what its log-odds add to those of acceptance: so of exits, a head and a small model on two targets
 
 
 def speedup(alpha: float, k: int, draft_cost: float, verify_cost: float = 1.0) -> float:
@@ -113,7 +118,7 @@ class Costs:
         self.drafting: dict[int, dict[int, deque[float]]] = {}  # by part
         self.verifying: dict[int, deque[float]] = {}
         self.measured: dict[int, int] = {}  # in which round
-        self.lines: dict[int, tuple[float, float]] = {}  # of parts, since something was learnt
+        self.lines: dict[int | str, tuple[float, float]] = {}  # of parts, and "verify", since something was learnt
 
     def learn(self, part: int, k: int, draft_seconds: float | None, verify_seconds: float, now: int) -> None:
         if k and draft_seconds is not None:
@@ -137,10 +142,12 @@ class Costs:
         """A round of k > 0 drafts takes first + k * second. draft: what one costs, in plain rounds, while none was ever timed."""
         if part not in self.lines:
             drafting = self.drafting.get(part) or {1: [self.before.setdefault(part, min(draft, DEAREST)) * self.plain]}
-            verifying = self.verifying
-            if set(verifying) <= {0}:
-                verifying = verifying | {1: [(1 + self.before.get("row", 0.0)) * self.plain]}
-            self.lines[part] = tuple(map(sum, zip(_line({0: [0.0], **drafting}), _line(verifying))))
+            if "verify" not in self.lines:
+                verifying = self.verifying
+                if set(verifying) <= {0}:
+                    verifying = verifying | {1: [(1 + self.before.get("row", 0.0)) * self.plain]}
+                self.lines["verify"] = _line(verifying)
+            self.lines[part] = tuple(map(sum, zip(_line({0: [0.0], **drafting}), self.lines["verify"])))
         return self.lines[part]
 
     @property
@@ -150,13 +157,13 @@ class Costs:
 
 def _line(kept: dict[int, deque[float]]) -> tuple[float, float]:
     """At 0, and per draft: the rising line through the medians (weighted least squares); level through a single one."""
-    points = [(k, _median(seconds), len(seconds)) for k, seconds in kept.items()]
-    n = sum(weight for *_, weight in points)
-    middle, mean = (sum(point[j] * point[2] for point in points) / n for j in (0, 1))
-    spread = sum(weight * (k - middle) ** 2 for k, _, weight in points)
-    rise = sum(weight * (k - middle) * seconds for k, seconds, weight in points) / spread if spread else 0.0
-    rise = max(rise, 0.0)
-    return mean - rise * middle, rise
+    n, x, y, xx, xy = 0, 0, 0.0, 0, 0.0
+    for k, measured in kept.items():
+        weight, seconds = len(measured), _median(measured)
+        n, x, y, xx, xy = n + weight, x + weight * k, y + weight * seconds, xx + weight * k * k, xy + weight * k * seconds
+    spread = n * xx - x * x
+    rise = max((n * xy - x * y) / spread, 0.0) if spread else 0.0
+    return (y - rise * x) / n, rise
 
 
 def _median(values) -> float:
@@ -166,13 +173,17 @@ def _median(values) -> float:
 class Acceptance:
     """Chance that the draft at each place is accepted, of one row with one drafter: (judged, accepted), older ones fading.
 
-    By place, and where the drafter says how sure it is by that: `prior` is what either starts from.
+    By place, and where the drafter says how sure it is by that: `prior` is what either starts from, and a confidence of one
+    half changes nothing.
     """
 
-    def __init__(self, prior: float):
+    def __init__(self, prior: float, slope: float = GREEDY):
         self.prior = prior
         self.places = [[0.0, 0.0] for _ in range(MAX_DRAFT)]
         self.bins = [[0.0, 0.0] for _ in range(BINS)]
+        odds = min(max(prior, 0.01), 0.99)
+        odds /= 1 - odds
+        self.guesses = [1 / (1 + ((BINS - i - 0.5) / (i + 0.5)) ** slope / odds) for i in range(BINS)]
 
     def at(self, place: int) -> float:
         """What is not known of a place is taken from the places before it."""
@@ -191,9 +202,22 @@ class Acceptance:
         return totals
 
     def of(self, confidence: float) -> float:
-        """Of a draft that the drafter was so sure of; to begin with, half of what it says is believed."""
-        judged, accepted = self.bins[_bin(confidence)]
-        return (accepted + BELIEF * (confidence + self.at(0)) / 2) / (judged + BELIEF)
+        """Of a draft that the drafter was so sure of."""
+        return self._chance(_bin(confidence))
+
+    def _chance(self, i: int) -> float:
+        judged, accepted = self.bins[i]
+        return (accepted + TRUST * self.guesses[i]) / (judged + TRUST)
+
+    def stopping(self) -> list[tuple[float, float]]:
+        """Tokens and drafts of a round that goes on behind drafts of the upper bins alone: of all bins, all but one, .. none."""
+        total, goes_on, holds = TRUST + sum(judged for judged, _ in self.bins), 0.0, 0.0
+        sums = [(goes_on, holds)]
+        for i in reversed(range(BINS)):
+            share = (self.bins[i][0] + TRUST / BINS) / total
+            goes_on, holds = goes_on + share, holds + share * self._chance(i)
+            sums.append((goes_on, holds))
+        return [(1 + holds * _series(h), _series(g)) for g, h in sums]  # any draft may be the last: it holds as often as all
 
     def fade(self, share: float) -> None:
         # a drafter's word holds longer than a text does
@@ -209,6 +233,11 @@ class Acceptance:
                 seen[1] += place < n_accepted
 
 
+def _series(x: float) -> float:
+    """1 + x + x^2 + .. of MAX_DRAFT terms."""
+    return (1 - x**MAX_DRAFT) / (1 - x) if x < 1 - 1e-9 else MAX_DRAFT
+
+
 def _bin(confidence: float) -> int:
     return min(int(confidence * BINS), BINS - 1)
 
@@ -216,19 +245,23 @@ def _bin(confidence: float) -> int:
 class DraftLength:
     """The number of drafts to ask for: fixed, or "auto"; one number for all rows of a round, which share its cost.
 
-    lengths: what may be asked for; known: what rounds of so many rows cost in earlier requests (costs_of). Rounds go ask,
-    more .., learn.
+    lengths: what may be asked for; known: what rounds of so many rows cost in earlier requests (costs_of); slope: how much a
+    confidence says. Rounds go ask, more .., learn.
     """
 
-    def __init__(self, draft_len: int | str, n_rows: int, lengths=range(MAX_DRAFT + 1), known: dict | None = None):
+    def __init__(
+        self, draft_len: int | str, n_rows: int, lengths=range(MAX_DRAFT + 1), known: dict | None = None,
+        slope: float = GREEDY,
+    ):  # fmt: skip
         self.fixed = None if draft_len == "auto" else draft_len
         self.lengths = sorted({0, *lengths})
         self.acceptance: list[dict[tuple[int, Hashable], Acceptance]] = [{} for _ in range(n_rows)]
         self.account = [0.0] * n_rows  # seconds lost against plain decoding, gains taken off
         self.plain_seconds = [0.0] * n_rows  # what plain decoding would have taken
-        self.known = {} if known is None else known
+        self.known, self.slope = {} if known is None else known, slope
         self.costs, self.n_rows, self.round = self.new_costs(n_rows), n_rows, 0
         self.started: set[int] = set()  # parts that have drafted
+        self.accident = -FRESH  # in which round
         self.plan, self.reason, self.best_rate = Plan("", [(0, None)] * n_rows), "fixed", 0.0
 
     def new_costs(self, n_rows: int) -> Costs:
@@ -267,14 +300,20 @@ class DraftLength:
         return (k, plan, f"{plan.name} pays") if k else (0, plan, "not affordable")
 
     def of(self, row: int, offer: tuple[int, Hashable], prior: float = GUESS) -> Acceptance:
-        return self.acceptance[row].setdefault(offer, Acceptance(prior))
+        seen = self.acceptance[row]
+        if offer not in seen:
+            seen[offer] = Acceptance(prior, self.slope)
+        return seen[offer]
 
     def best(self, rows: list[int], plan: Plan) -> tuple[float, int, Plan]:
-        """The number of drafts with the most tokens a second."""
+        """The number of drafts with the most tokens a second; of one row also that of stopping by confidence."""
         offers = zip(rows, plan.offers)
-        tables = [self.of(row, offer, plan.prior).expected() for row, offer in offers if offer]
+        seen = [self.of(row, offer, plan.prior) for row, offer in offers if offer]
+        tables = [acceptance.expected() for acceptance in seen]
         n_others, (fixed, each) = len(rows) - len(tables), self.costs.line(self.part(plan), plan.cost)
         rates = [((n_others + sum(table[k] for table in tables)) / (fixed + k * each), k) for k in self.lengths if k]
+        if plan.dynamic and len(rows) == 1:
+            rates += [(tokens / (fixed + n * each), self.lengths[-1]) for tokens, n in seen[0].stopping()]
         return *max(rates), plan
 
     @staticmethod
@@ -295,7 +334,7 @@ class DraftLength:
             seen = self.of(row, (part, None))
             chance = math.prod(seen.of(sure[i]) for sure in confidences)
             gain += chance * seen.at(min(n, MAX_DRAFT - 1))
-        return gain >= KEEN * self.best_rate * self.costs.line(part, self.plan.cost)[1]
+        return gain >= self.best_rate * self.costs.line(part, self.plan.cost)[1]
 
     def learn(
         self, rows: list[int], n_drafted: list[int], n_accepted: list[int], draft_seconds: float, verify_seconds: float,
@@ -306,6 +345,10 @@ class DraftLength:
             return
         k, part, offers = max(n_drafted), self.part(self.plan), dict(zip(rows, self.plan.offers))
         reading = k > 0 and part not in self.started  # its first round also reads the prompt, as prefill does
+        if k and 0 in self.costs.verifying and self.round - self.accident >= FRESH:
+            fixed, each = self.costs.line(part, self.plan.cost)
+            if verify_seconds + (0.0 if reading else draft_seconds) > ACCIDENT * (fixed + k * each):
+                self.accident, draft_seconds, verify_seconds = self.round, k * each, fixed
         self.costs.learn(part, k, None if reading else draft_seconds, verify_seconds, self.round)
         plain = self.costs.plain
         if reading:

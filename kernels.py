@@ -1342,7 +1342,7 @@ def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torc
     if isinstance(weight, QuantizedWeight):
         weight = dequantize(weight, x.dtype, x.shape[-1])
     n_rows = x.numel() // x.shape[-1]
-    if x.device.type != "cpu" or x.dtype != torch.float32 or not 0 < n_rows < 8:
+    if x.device.type != "cpu" or x.dtype != torch.float32 or not 0 < n_rows < 10:
         return F.linear(x, weight, bias)
     # MKL's product of few float32 rows takes up to twice the time of the same product turned round, and one column
     # takes longer than two (LOG.md)

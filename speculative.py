@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import kernels
-from auto import GUESS, DraftLength, Plan, costs_of, passes, stored, weights_read
+from auto import GREEDY, GUESS, SAMPLED, DraftLength, Plan, costs_of, passes, stored, weights_read
 from checkpoint import load_draft_head
 from decode import PREFILL_CHUNK, Batch, Block, Generation, SamplingParams, capped, pack, read_tokens, run_loop
 from early_exit import Depths, check_confidence, check_thresholds, last_rows, pad
@@ -487,7 +487,8 @@ class SpeculativeStep:
         self.wants_hidden = getattr(drafter, "wants_hidden", False)
 
     def start(self, batch: Batch) -> None:
-        self.lengths = DraftLength(self.draft_len, len(batch.tokens), known=costs_of(self.drafter))
+        slope = SAMPLED if batch.sampling.temperature > 0 else GREEDY
+        self.lengths = DraftLength(self.draft_len, len(batch.tokens), known=costs_of(self.drafter), slope=slope)
         attach = getattr(self.drafter, "attach", None)  # a drafter that shares the target's pass brings its own Depths
         self.depths = (attach(batch) if attach else None) or Depths(batch, ())
         self.drafter.reset([list(tokens) for tokens in batch.tokens])
