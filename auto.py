@@ -31,6 +31,7 @@ LEARNT = 0.1  # how far a round moves the costs that the next request starts fro
 DEAREST = 0.5  # plain rounds that they are at most: what looks dear must stay cheap enough to be tried again
 FRESH = 64  # rounds after which what was measured is old: the context has grown
 ACCIDENT = 4.0  # times what a round should take: once in FRESH rounds that is put down to the machine, and forgotten
+HOPE = 1.0  # accepted drafts that a plan is credited with when plans are compared: what nobody has tried stays attractive
 BINS = 5  # of the drafter's confidence
 GREEDY, SAMPLED = (
     1.0,
@@ -131,12 +132,11 @@ class Costs:
             for kept in self.drafting.values():
                 kept.pop(old, None)
         if k and 0 in self.verifying:
-            seconds = {"row": _line(self.verifying)[1]}
-            if self.drafting.get(part):
-                seconds[part] = _line({0: [0.0], **self.drafting[part]})[1]
-            for name, x in seconds.items():
-                share, old = min(x / self.plain, DEAREST), self.before.get(name, 0.0)
-                self.before[name] = old + LEARNT * (share - old)
+            (_, both), (_, row) = self.line(part, 0.0), self.lines["verify"]
+            for name, seconds in (("row", row), (part, both - row)):
+                if name == "row" or self.drafting.get(part):
+                    share, old = min(seconds / self.plain, DEAREST), self.before.get(name, 0.0)
+                    self.before[name] = old + LEARNT * (share - old)
 
     def line(self, part: int, draft: float) -> tuple[float, float]:
         """A round of k > 0 drafts takes first + k * second. draft: what one costs, in plain rounds, while none was ever timed."""
@@ -192,11 +192,11 @@ class Acceptance:
             guess = (accepted + BELIEF * guess) / (judged + BELIEF)
         return guess
 
-    def expected(self) -> list[float]:
-        """Tokens of a round with 0, 1, .. MAX_DRAFT drafts."""
+    def expected(self, hope: float = 0.0) -> list[float]:
+        """Tokens of a round with 0, 1, .. MAX_DRAFT drafts, had so many more drafts been judged and accepted."""
         totals, chance, guess = [1.0], 1.0, self.prior
         for judged, accepted in self.places:
-            guess = (accepted + BELIEF * guess) / (judged + BELIEF)
+            guess = (accepted + BELIEF * guess + hope) / (judged + BELIEF + hope)
             chance *= guess
             totals.append(totals[-1] + chance)
         return totals
@@ -205,17 +205,17 @@ class Acceptance:
         """Of a draft that the drafter was so sure of."""
         return self._chance(_bin(confidence))
 
-    def _chance(self, i: int) -> float:
+    def _chance(self, i: int, hope: float = 0.0) -> float:
         judged, accepted = self.bins[i]
-        return (accepted + TRUST * self.guesses[i]) / (judged + TRUST)
+        return (accepted + TRUST * self.guesses[i] + hope) / (judged + TRUST + hope)
 
-    def stopping(self) -> list[tuple[float, float]]:
+    def stopping(self, hope: float = 0.0) -> list[tuple[float, float]]:
         """Tokens and drafts of a round that goes on behind drafts of the upper bins alone: of all bins, all but one, .. none."""
         total, goes_on, holds = TRUST + sum(judged for judged, _ in self.bins), 0.0, 0.0
         sums = [(goes_on, holds)]
         for i in reversed(range(BINS)):
             share = (self.bins[i][0] + TRUST / BINS) / total
-            goes_on, holds = goes_on + share, holds + share * self._chance(i)
+            goes_on, holds = goes_on + share, holds + share * self._chance(i, hope)
             sums.append((goes_on, holds))
         return [(1 + holds * _series(h), _series(g)) for g, h in sums]  # any draft may be the last: it holds as often as all
 
@@ -262,6 +262,7 @@ class DraftLength:
         self.costs, self.n_rows, self.round = self.new_costs(n_rows), n_rows, 0
         self.started: set[int] = set()  # parts that have drafted
         self.accident = -FRESH  # in which round
+        self.offers, self.found, self.due = None, 0, 0  # of the plans that were compared, the best, compared anew in which round
         self.plan, self.reason, self.best_rate = Plan("", [(0, None)] * n_rows), "fixed", 0.0
 
     def new_costs(self, n_rows: int) -> Costs:
@@ -287,7 +288,8 @@ class DraftLength:
         if not plans:
             return 0, nothing, "nothing to draft"
         plain_rate = len(rows) / costs.plain
-        best, k, plan = max((self.best(rows, plan) for plan in plans), key=lambda found: found[0])
+        plan = self.favourite(rows, plans)
+        best, k = self.best(rows, plan)
         self.best_rate = max(best, plain_rate)
         if best <= plain_rate:
             k = next(k for k in self.lengths if k)
@@ -305,16 +307,24 @@ class DraftLength:
             seen[offer] = Acceptance(prior, self.slope)
         return seen[offer]
 
-    def best(self, rows: list[int], plan: Plan) -> tuple[float, int, Plan]:
+    def favourite(self, rows: list[int], plans: list[Plan]) -> Plan:
+        """The plan that promises most, with hope: looked for every few rounds, as that takes time, and where offers changed."""
+        offers = [plan.offers for plan in plans]
+        if offers != self.offers or self.round >= self.due:
+            self.offers, self.due = offers, self.round + 3
+            self.found = max(range(len(plans)), key=lambda i: self.best(rows, plans[i], HOPE)) if len(plans) > 1 else 0
+        return plans[self.found]
+
+    def best(self, rows: list[int], plan: Plan, hope: float = 0.0) -> tuple[float, int]:
         """The number of drafts with the most tokens a second; of one row also that of stopping by confidence."""
         offers = zip(rows, plan.offers)
         seen = [self.of(row, offer, plan.prior) for row, offer in offers if offer]
-        tables = [acceptance.expected() for acceptance in seen]
+        tables = [acceptance.expected(hope) for acceptance in seen]
         n_others, (fixed, each) = len(rows) - len(tables), self.costs.line(self.part(plan), plan.cost)
         rates = [((n_others + sum(table[k] for table in tables)) / (fixed + k * each), k) for k in self.lengths if k]
         if plan.dynamic and len(rows) == 1:
-            rates += [(tokens / (fixed + n * each), self.lengths[-1]) for tokens, n in seen[0].stopping()]
-        return *max(rates), plan
+            rates += [(tokens / (fixed + n * each), self.lengths[-1]) for tokens, n in seen[0].stopping(2 * hope)]
+        return max(rates)
 
     @staticmethod
     def part(plan: Plan) -> int:
@@ -360,6 +370,9 @@ class DraftLength:
             account = self.account[row] + draft_seconds + (verify_seconds - (accepted + 1) * plain if k else 0.0)
             self.account[row] = max(account, -CREDIT * plain)
             for offer, acceptance in self.acceptance[row].items():
-                acceptance.fade(MEMORY if drafted and offer == offers[row] else SLOWLY)
+                if drafted and offer == offers[row]:
+                    acceptance.fade(MEMORY)
+                elif self.round % 8 == 0:  # all at once, which takes less time
+                    acceptance.fade(SLOWLY**8)
             if drafted:
                 self.of(row, offers[row] or (0, None)).learn(drafted, accepted, (confidences or {}).get(row, []))

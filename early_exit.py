@@ -120,15 +120,18 @@ class Depths:
             arriving = self.run(rows, segment, arriving, end)
         return arriving
 
-    def descend(self, rows: list[int], tokens: list[list[int]], ask) -> Iterator[tuple[int, list[int], torch.Tensor]]:
+    def descend(
+        self, rows: list[int], tokens: list[list[int]], ask, only: int | None = None
+    ) -> Iterator[tuple[int, list[int], torch.Tensor]]:
         """Run one new token per row down until its row leaves; yields (layers run, rows that leave, their logits (n, V)).
 
         ask(segment, rows, x (n, C)) is the policy: the logits of the head behind that segment, and who is sure enough to
-        leave with them; or None, and nobody. What leaves early is parked there (or propagated) before it is yielded.
+        leave with them; or None, and nobody. only: the one segment behind which it is asked, where all leave. What leaves
+        early is parked there (or propagated) before it is yielded.
         """
         going, hidden = rows, self.embed(rows, tokens)
-        for segment in range(self.n_segments):
-            hidden = self.run(going, segment, hidden)
+        for segment in range(self.n_segments) if only is None else (only,):
+            hidden = self.run(going, segment, hidden) if only is None else self.run(going, 0, hidden, only + 1)
             logits, sure = ask(segment, going, hidden)
             if logits is None or not any(sure):
                 continue

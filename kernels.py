@@ -505,7 +505,7 @@ def sample_token_ref(
 
 
 def _log_prob(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(-1)
+    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
 def sample_token(
@@ -939,9 +939,9 @@ def confidence(logits: torch.Tensor, kind: str = "max_prob") -> torch.Tensor:
     max_prob, margin (of the two best probabilities) or entropy (1 - H / log of the number of tokens that can be drawn).
     """
     logits = full_precision(logits)
-    if kind == "max_prob":
-        return (logits.amax(-1) - logits.logsumexp(-1)).exp()
     probs = logits.softmax(-1)
+    if kind == "max_prob":
+        return probs.amax(-1)
     if kind == "margin":
         best = probs.topk(min(2, probs.shape[-1])).values
         return best[..., 0] - best[..., 1:].sum(-1)  # a vocabulary of one has no second

@@ -220,7 +220,7 @@ class ExitDrafter:
         return self.depths
 
     def reset(self, prompts: list[list[int]]) -> None:
-        self.only = None  # the exit that all drafts of the round are to leave at
+        self.only = None  # index of the exit that all drafts of the round are to leave at
 
     def plans(self, rows: list[int]) -> list[Plan]:
         """Every exit alone, which a deeper one has to pay for with more acceptance, and all by confidence."""
@@ -236,15 +236,12 @@ class ExitDrafter:
 
     def follow(self, offers: dict[int, tuple | None]) -> None:
         part = max(offer[0] for offer in offers.values() if offer)
-        self.only = self.exit_layers[part] if part < len(self.exit_layers) else None
+        self.only = part if part < len(self.exit_layers) else None
 
     def propose(self, rows: list[int], max_k: int, sampler):
         def ask(segment: int, going: list[int], hidden: list[torch.Tensor]):
-            exit_layer = self.exit_layers[segment]
-            if self.only is not None and exit_layer != self.only:
-                return None, [False] * len(going)
-            logits = self.model.logits(last_rows(hidden), exit_layer, "draft")
-            if exit_layer in (self.only, self.exit_layers[-1]):
+            logits = self.model.logits(last_rows(hidden), self.exit_layers[segment], "draft")
+            if segment in (self.only, len(self.exit_layers) - 1):
                 return logits, [True] * len(going)
             return logits, (kernels.confidence(logits, self.confidence) >= self.thresholds[segment]).tolist()
 
@@ -255,7 +252,7 @@ class ExitDrafter:
         n = [max(0, min(max_k, self.depths.batch.room(row) - 1)) for row in rows]
         for j in range(max(n, default=0)):
             going = [i for i in range(len(rows)) if j < n[i]]  # a row whose context or budget ends sits out
-            parts = list(self.depths.descend([rows[i] for i in going], [last[i] for i in going], ask))
+            parts = list(self.depths.descend([rows[i] for i in going], [last[i] for i in going], ask, self.only))
             order = [place[row] for _, leaving, _ in parts for row in leaving]
             logits = torch.cat([logits for _, _, logits in parts])
             if order != list(range(len(rows))):
