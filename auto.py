@@ -24,14 +24,19 @@ CREDIT = 20.0  # tokens' time that may be gained and lost again: a wrong idea of
 MEMORY = 0.9  # weight of what was seen a round earlier; where another drafter drafted: SLOWLY
 SLOWLY = 0.995
 GUESS = 0.6  # chance that a draft is accepted, of a drafter that nobody has measured
-BELIEF = 2.0  # judged drafts that the first guess of an acceptance counts for; of a confidence's: TRUST
-TRUST = 8.0
+BELIEF, MEASURED = (
+    2.0,
+    8.0,
+)  # judged drafts that the first acceptance counts for: a guess, and what was kept with the weights
+TRUST = 8.0  # and that of a confidence
 KEPT = 7  # measured rounds of each length that its cost is the median of
 LEARNT = 0.1  # how far a round moves the costs that the next request starts from: an accident moves them little
-DEAREST = 0.5  # plain rounds that they are at most: what looks dear must stay cheap enough to be tried again
+DEAREST = 0.5  # plain rounds that they are at most, or what weights say: what looks dear must stay cheap enough to be tried again
 FRESH = 64  # rounds after which what was measured is old: the context has grown
 ACCIDENT = 4.0  # times what a round should take: once in FRESH rounds that is put down to the machine, and forgotten
-HOPE = 1.0  # accepted drafts that a plan is credited with when plans are compared: what nobody has tried stays attractive
+HOPE = (
+    1.0  # accepted drafts that a plan is credited with when plans are compared: what nobody has tried stays attractive
+)
 BINS = 5  # of the drafter's confidence
 GREEDY, SAMPLED = (
     1.0,
@@ -79,11 +84,13 @@ def passes(target, n_weights: int) -> float:
     return n_weights / weights_read(target, target.n_layer, target.vocab_size)
 
 
-def stored(model, temperature: float, guess: float, exit_layer: int | None = None) -> float:
-    """Chance that a draft of a model, or of an exit, is accepted, as measured and kept with its weights; else the guess."""
+def stored(model, temperature: float, guess: float, exit_layer: int | None = None) -> tuple[float, float]:
+    """Chance that a draft of a model, or of an exit, is accepted, as measured and kept with its weights; else the guess. And how
+    many judged drafts that is worth."""
     acceptance = getattr(model, "acceptance", {})
     acceptance = acceptance if exit_layer is None else acceptance.get(str(exit_layer), {})
-    return acceptance.get("sampled" if temperature > 0 else "greedy", guess)
+    measured = acceptance.get("sampled" if temperature > 0 else "greedy")
+    return (guess, BELIEF) if measured is None else (measured, MEASURED)
 
 
 class Plan(NamedTuple):
@@ -98,6 +105,7 @@ class Plan(NamedTuple):
     dynamic: bool = False  # it asks sampler.more between drafts, and may stop before the number it was given
     prior: float = GUESS  # chance that a draft is accepted, before any was seen
     cost: float = 0.05  # of a draft, in passes of the target, before any was timed
+    belief: float = BELIEF  # judged drafts that the prior counts for
 
 
 def costs_of(drafter, loop: str = "host") -> dict[int, dict]:
@@ -121,7 +129,10 @@ class Costs:
         self.measured: dict[int, int] = {}  # in which round
         self.lines: dict[int | str, tuple[float, float]] = {}  # of parts, and "verify", since something was learnt
 
-    def learn(self, part: int, k: int, draft_seconds: float | None, verify_seconds: float, now: int) -> None:
+    def learn(
+        self, part: int, k: int, draft_seconds: float | None, verify_seconds: float, now: int, draft: float = 0.0
+    ) -> None:
+        """Of a round in which so many drafts were made; draft: what one should cost, in plain rounds."""
         if k and draft_seconds is not None:
             self.drafting.setdefault(part, {}).setdefault(k, deque(maxlen=KEPT)).append(draft_seconds)
         self.verifying.setdefault(k, deque(maxlen=KEPT)).append(verify_seconds)
@@ -135,13 +146,14 @@ class Costs:
             (_, both), (_, row) = self.line(part, 0.0), self.lines["verify"]
             for name, seconds in (("row", row), (part, both - row)):
                 if name == "row" or self.drafting.get(part):
-                    share, old = min(seconds / self.plain, DEAREST), self.before.get(name, 0.0)
+                    most = DEAREST if name == "row" else max(DEAREST, draft)
+                    share, old = min(seconds / self.plain, most), self.before.get(name, 0.0)
                     self.before[name] = old + LEARNT * (share - old)
 
     def line(self, part: int, draft: float) -> tuple[float, float]:
         """A round of k > 0 drafts takes first + k * second. draft: what one costs, in plain rounds, while none was ever timed."""
         if part not in self.lines:
-            drafting = self.drafting.get(part) or {1: [self.before.setdefault(part, min(draft, DEAREST)) * self.plain]}
+            drafting = self.drafting.get(part) or {1: [self.before.setdefault(part, draft) * self.plain]}
             if "verify" not in self.lines:
                 verifying = self.verifying
                 if set(verifying) <= {0}:
@@ -160,7 +172,13 @@ def _line(kept: dict[int, deque[float]]) -> tuple[float, float]:
     n, x, y, xx, xy = 0, 0, 0.0, 0, 0.0
     for k, measured in kept.items():
         weight, seconds = len(measured), _median(measured)
-        n, x, y, xx, xy = n + weight, x + weight * k, y + weight * seconds, xx + weight * k * k, xy + weight * k * seconds
+        n, x, y, xx, xy = (
+            n + weight,
+            x + weight * k,
+            y + weight * seconds,
+            xx + weight * k * k,
+            xy + weight * k * seconds,
+        )
     spread = n * xx - x * x
     rise = max((n * xy - x * y) / spread, 0.0) if spread else 0.0
     return (y - rise * x) / n, rise
@@ -177,8 +195,8 @@ class Acceptance:
     half changes nothing.
     """
 
-    def __init__(self, prior: float, slope: float = GREEDY):
-        self.prior = prior
+    def __init__(self, prior: float, belief: float = BELIEF, slope: float = GREEDY):
+        self.prior, self.belief = prior, belief
         self.places = [[0.0, 0.0] for _ in range(MAX_DRAFT)]
         self.bins = [[0.0, 0.0] for _ in range(BINS)]
         odds = min(max(prior, 0.01), 0.99)
@@ -189,14 +207,14 @@ class Acceptance:
         """What is not known of a place is taken from the places before it."""
         guess = self.prior
         for judged, accepted in self.places[: place + 1]:
-            guess = (accepted + BELIEF * guess) / (judged + BELIEF)
+            guess = (accepted + self.belief * guess) / (judged + self.belief)
         return guess
 
     def expected(self, hope: float = 0.0) -> list[float]:
         """Tokens of a round with 0, 1, .. MAX_DRAFT drafts, had so many more drafts been judged and accepted."""
         totals, chance, guess = [1.0], 1.0, self.prior
         for judged, accepted in self.places:
-            guess = (accepted + BELIEF * guess + hope) / (judged + BELIEF + hope)
+            guess = (accepted + self.belief * guess + hope) / (judged + self.belief + hope)
             chance *= guess
             totals.append(totals[-1] + chance)
         return totals
@@ -217,7 +235,9 @@ class Acceptance:
             share = (self.bins[i][0] + TRUST / BINS) / total
             goes_on, holds = goes_on + share, holds + share * self._chance(i, hope)
             sums.append((goes_on, holds))
-        return [(1 + holds * _series(h), _series(g)) for g, h in sums]  # any draft may be the last: it holds as often as all
+        return [
+            (1 + holds * _series(h), _series(g)) for g, h in sums
+        ]  # any draft may be the last: it holds as often as all
 
     def fade(self, share: float) -> None:
         # a drafter's word holds longer than a text does
@@ -262,7 +282,11 @@ class DraftLength:
         self.costs, self.n_rows, self.round = self.new_costs(n_rows), n_rows, 0
         self.started: set[int] = set()  # parts that have drafted
         self.accident = -FRESH  # in which round
-        self.offers, self.found, self.due = None, 0, 0  # of the plans that were compared, the best, compared anew in which round
+        self.offers, self.found, self.due = (
+            None,
+            0,
+            0,
+        )  # of the plans that were compared, the best, compared anew in which round
         self.plan, self.reason, self.best_rate = Plan("", [(0, None)] * n_rows), "fixed", 0.0
 
     def new_costs(self, n_rows: int) -> Costs:
@@ -301,10 +325,10 @@ class DraftLength:
         k = max(k for k in self.lengths if k <= wanted and (k == 0 or self.affords(rows, plan, k, GRACE)))
         return (k, plan, f"{plan.name} pays") if k else (0, plan, "not affordable")
 
-    def of(self, row: int, offer: tuple[int, Hashable], prior: float = GUESS) -> Acceptance:
-        seen = self.acceptance[row]
+    def of(self, row: int, offer: tuple[int, Hashable], plan: Plan | None = None) -> Acceptance:
+        seen, plan = self.acceptance[row], plan or self.plan
         if offer not in seen:
-            seen[offer] = Acceptance(prior, self.slope)
+            seen[offer] = Acceptance(plan.prior, plan.belief, self.slope)
         return seen[offer]
 
     def favourite(self, rows: list[int], plans: list[Plan]) -> Plan:
@@ -318,7 +342,7 @@ class DraftLength:
     def best(self, rows: list[int], plan: Plan, hope: float = 0.0) -> tuple[float, int]:
         """The number of drafts with the most tokens a second; of one row also that of stopping by confidence."""
         offers = zip(rows, plan.offers)
-        seen = [self.of(row, offer, plan.prior) for row, offer in offers if offer]
+        seen = [self.of(row, offer, plan) for row, offer in offers if offer]
         tables = [acceptance.expected(hope) for acceptance in seen]
         n_others, (fixed, each) = len(rows) - len(tables), self.costs.line(self.part(plan), plan.cost)
         rates = [((n_others + sum(table[k] for table in tables)) / (fixed + k * each), k) for k in self.lengths if k]
@@ -359,7 +383,7 @@ class DraftLength:
             fixed, each = self.costs.line(part, self.plan.cost)
             if verify_seconds + (0.0 if reading else draft_seconds) > ACCIDENT * (fixed + k * each):
                 self.accident, draft_seconds, verify_seconds = self.round, k * each, fixed
-        self.costs.learn(part, k, None if reading else draft_seconds, verify_seconds, self.round)
+        self.costs.learn(part, k, None if reading else draft_seconds, verify_seconds, self.round, self.plan.cost)
         plain = self.costs.plain
         if reading:
             self.started.add(part)

@@ -44,7 +44,7 @@ class ModelDrafter:
     def attach(self, batch: Batch) -> None:
         self.capacity = min(batch.capacity, self.model.config.block_size)
         config, target = self.model.config, batch.model.config
-        self.prior = stored(self.model, batch.sampling.temperature, GUESS)
+        self.prior, self.belief = stored(self.model, batch.sampling.temperature, GUESS)
         self.cost = passes(target, weights_read(config, config.n_layer, config.vocab_size))
 
     def reset(self, prompts: list[list[int]]) -> None:
@@ -211,12 +211,15 @@ class ExitDrafter:
         config = self.model.config
         adapter = config.n_embd**2 if "draft" in config.exit_adapters else 0
         n_outputs = len(config.exit_vocab or range(config.vocab_size))
-        self.known: dict[int, tuple[float, float]] = {}  # acceptance and cost of each exit, to begin with
+        self.known: dict[
+            int, tuple[float, float, float]
+        ] = {}  # acceptance, cost and belief of each exit, to begin with
         for exit_layer in self.exit_layers:
             # on models here: 0.71 at a quarter of the depth, 0.87 at half
             guess = GUESS + (1 - GUESS) * exit_layer / config.n_layer
-            prior = stored(self.model, batch.sampling.temperature, guess, exit_layer)
-            self.known[exit_layer] = prior, passes(config, weights_read(config, exit_layer, n_outputs) + adapter)
+            prior, belief = stored(self.model, batch.sampling.temperature, guess, exit_layer)
+            cost = passes(config, weights_read(config, exit_layer, n_outputs) + adapter)
+            self.known[exit_layer] = prior, cost, belief
         return self.depths
 
     def reset(self, prompts: list[list[int]]) -> None:
@@ -225,8 +228,8 @@ class ExitDrafter:
     def plans(self, rows: list[int]) -> list[Plan]:
         """Every exit alone, which a deeper one has to pay for with more acceptance, and all by confidence."""
         found = []
-        for part, (exit_layer, (prior, cost)) in enumerate(self.known.items()):
-            found.append(Plan(f"exit {exit_layer}", [(part, None)] * len(rows), True, prior, cost))
+        for part, (exit_layer, known) in enumerate(self.known.items()):
+            found.append(Plan(f"exit {exit_layer}", [(part, None)] * len(rows), True, *known))
         if len(found) > 1:
             # what leaves early is sure: right about as often as the deepest exit, at a cost between theirs
             prior, cost = found[-1].prior, sum(plan.cost for plan in found) / len(found)
@@ -454,7 +457,7 @@ def plans_of(drafter, rows: list[int]) -> list[Plan]:
     """What a drafter may do for the next round; one that says nothing drafts for all rows, with no hint."""
     if hasattr(drafter, "plans"):
         return drafter.plans(rows)
-    known = {name: getattr(drafter, name) for name in ("dynamic", "prior", "cost") if hasattr(drafter, name)}
+    known = {name: getattr(drafter, name) for name in ("dynamic", "prior", "cost", "belief") if hasattr(drafter, name)}
     return [Plan(getattr(drafter, "name", type(drafter).__name__), [(0, None)] * len(rows), **known)]
 
 

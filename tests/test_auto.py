@@ -162,9 +162,10 @@ def test_a_request_starts_from_what_rounds_cost_in_those_before():
     assert known[4] == pytest.approx({0: auto.DEAREST, "row": auto.DEAREST}, abs=1e-3)
     new = Costs(known[4])
     new.learn(0, 0, 0.0, 1.0, now=1)
-    assert new.line(1, 2.0) == pytest.approx(
-        (1.0, 2 * auto.DEAREST), abs=1e-3
-    )  # a part that was never timed, and guessed dear
+    assert new.line(1, 0.8) == pytest.approx((1.0, auto.DEAREST + 0.8), abs=1e-3)  # a part that was never timed
+    for _ in range(100):
+        dear.learn(1, 1, 5.0, 6.0, now=1, draft=0.8)  # by its weights it is dear too
+    assert known[4][1] == pytest.approx(0.8, abs=1e-3)
     # while in truth drafts cost little
     taken = [decode("auto", CHANCES["perfect"], 120, PRICES[0], 4, seed, known=known)[0] for seed in range(12)]
     assert max(taken) < 130 and mean(taken[8:]) < 60, taken
@@ -207,7 +208,7 @@ def test_a_confidence_is_added_to_the_acceptance_until_it_is_known_better():
     centres = [0.1, 0.3, 0.5, 0.7, 0.9]
     assert [Acceptance(0.5).of(c) for c in centres] == pytest.approx(centres)
     assert Acceptance(0.8).of(0.9) == pytest.approx(36 / 37) and Acceptance(0.8).of(0.1) == pytest.approx(4 / 13)
-    sampled = [Acceptance(0.5, auto.SAMPLED).of(c) for c in centres]
+    sampled = [Acceptance(0.5, slope=auto.SAMPLED).of(c) for c in centres]
     assert sampled == pytest.approx([0.271, 0.406, 0.5, 0.594, 0.729], abs=1e-3)
     for prior in (0.0, 1.0):  # as measured on a few drafts
         assert all(0 < Acceptance(prior).of(c) < 1 for c in (0.0, 0.5, 1.0))
@@ -325,6 +326,8 @@ def test_automatic_lengths_begin_with_what_the_solver_makes_of_the_stored_accept
             speculative_generate(model, drafter, [[1, 2]], SamplingParams(2, temperature), "auto")
             found.append(speculative.plans_of(drafter, [0])[0].prior)
         assert found == expected and 0.2 < drafter.cost < 0.5
+        belief = auto.MEASURED if kept else auto.BELIEF
+        assert drafter.belief == speculative.plans_of(drafter, [0])[0].belief == belief
 
 
 # ------------------------------------------------------------------------------------------------------ in the engine
@@ -616,5 +619,5 @@ def test_a_round_risks_at_most_half_of_what_is_left():
 def test_one_more_draft_is_made_where_it_promises_its_cost(each, wanted):
     """Both drafts hold with chance 0.25: worth the time of a quarter of a token, and no more."""
     length = with_costs(1.0, each)
-    length.of(0, (0, None), 0.5)
+    length.of(0, (0, None))
     assert length.more([0], [[0.5]]) is wanted
