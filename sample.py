@@ -38,6 +38,7 @@ from statistics import median
 import torch
 
 import kernels
+from auto import predict
 from certificate import certified
 from checkpoint import (
     DRAFT_HEAD,
@@ -62,7 +63,7 @@ from checkpoint import (
 from decode import Generation, SamplingParams, heed, near_tie, pick_threads, plain_step, run_loop
 from early_exit import check_thresholds, early_exit_step
 from metrics import MetricsFile
-from speculative import ChainDrafter, ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_step
+from speculative import ChainDrafter, ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, plans_of, speculative_step
 from tokenizer import apply_chat
 
 DEFAULT_PROMPT = 'def parse_header(line):\n    """Parse a header line and return its name and value."""'
@@ -495,6 +496,12 @@ def print_lines(session: Session, runs: dict) -> None:
             print(f"auto: {session.draft} drafted in {n_drafting} of {total(outs, 'rounds')} rounds, as "
                   f"{total(outs, 'accepted')} of {total(outs, 'drafted')} drafts were accepted; rounds by reason: "
                   f"{', '.join(f'{why} {n}' for why, n in whys.most_common())}")  # fmt: skip
+            # n-grams cost nothing, and whether a text repeats itself no model knows
+            plans = [plan for plan in plans_of(session.drafter, [0]) if plan.cost > 0]
+            name, k, speed = predict(plans)
+            expected = f"{speed:.2f} times plain from {name} with {k} drafts a round" if k else "no gain from drafts"
+            if plans:
+                print(f"cost model: {expected}, by stored acceptance and weights read")
 
 
 def n_same(a: Generation, b: Generation) -> int:

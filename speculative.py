@@ -135,7 +135,10 @@ class NGramDrafter:
     def __init__(self, max_ngram: int = 4):
         if not isinstance(max_ngram, int) or max_ngram < 1:
             raise ValueError(f"max_ngram is {max_ngram!r}: it must be an integer >= 1")
-        self.max_ngram = max_ngram
+        self.max_ngram, self.prior = max_ngram, GUESS
+
+    def attach(self, batch: Batch) -> None:
+        self.prior = GUESS if batch.sampling.temperature == 0 else 0.4  # what is drawn repeats itself less
 
     def reset(self, prompts: list[list[int]]) -> None:
         self.tokens: list[list[int]] = [[] for _ in prompts]
@@ -153,7 +156,8 @@ class NGramDrafter:
 
     def plans(self, rows: list[int]) -> list[Plan]:
         lengths = [self.match(row)[0] for row in rows]
-        return [Plan("n-gram", [(0, n) if n else None for n in lengths], cost=0.0)]  # the longer, the surer
+        offers = [(0, n) if n else None for n in lengths]  # the longer, the surer
+        return [Plan("n-gram", offers, prior=self.prior, cost=0.0)]
 
     def propose(self, rows: list[int], max_k: int, sampler):
         drafts = []
