@@ -24,24 +24,17 @@ CREDIT = 20.0  # tokens' time that may be gained and lost again: a wrong idea of
 MEMORY = 0.9  # weight of what was seen a round earlier; where another drafter drafted: SLOWLY
 SLOWLY = 0.995
 GUESS = 0.6  # chance that a draft is accepted, of a drafter that nobody has measured
-BELIEF, MEASURED = (
-    2.0,
-    8.0,
-)  # judged drafts that the first acceptance counts for: a guess, and what was kept with the weights
-TRUST = 8.0  # and that of a confidence
+BELIEF = 2.0  # judged drafts that the first guess of an acceptance counts for
+MEASURED = 8.0  # and what was kept with the weights
+TRUST = 8.0  # and the first guess of each confidence
 KEPT = 7  # measured rounds of each length that its cost is the median of
 LEARNT = 0.1  # how far a round moves the costs that the next request starts from: an accident moves them little
 DEAREST = 0.5  # plain rounds that they are at most, or what weights say: what looks dear must stay cheap enough to be tried again
 FRESH = 64  # rounds after which what was measured is old: the context has grown
 ACCIDENT = 4.0  # times what a round should take: once in FRESH rounds that is put down to the machine, and forgotten
-HOPE = (
-    1.0  # accepted drafts that a plan is credited with when plans are compared: what nobody has tried stays attractive
-)
+HOPE = 1.0  # accepted drafts credited to each plan where plans are compared: what nobody tried stays attractive
 BINS = 5  # of the drafter's confidence
-GREEDY, SAMPLED = (
-    1.0,
-    0.45,
-)  # what its log-odds add to those of acceptance: so of exits, a head and a small model on two targets
+GREEDY, SAMPLED = 1.0, 0.45  # share of its log-odds that adds to those of acceptance (LOG.md: what confidence is worth)
 
 
 def speedup(alpha: float, k: int, draft_cost: float, verify_cost: float = 1.0) -> float:
@@ -143,7 +136,7 @@ class Costs:
             for kept in self.drafting.values():
                 kept.pop(old, None)
         if k and 0 in self.verifying:
-            (_, both), (_, row) = self.line(part, 0.0), self.lines["verify"]
+            (_, both), (_, row) = self.line(part, draft), self.lines["verify"]
             for name, seconds in (("row", row), (part, both - row)):
                 if name == "row" or self.drafting.get(part):
                     most = DEAREST if name == "row" else max(DEAREST, draft)
@@ -172,13 +165,8 @@ def _line(kept: dict[int, deque[float]]) -> tuple[float, float]:
     n, x, y, xx, xy = 0, 0, 0.0, 0, 0.0
     for k, measured in kept.items():
         weight, seconds = len(measured), _median(measured)
-        n, x, y, xx, xy = (
-            n + weight,
-            x + weight * k,
-            y + weight * seconds,
-            xx + weight * k * k,
-            xy + weight * k * seconds,
-        )
+        n, x, y = n + weight, x + weight * k, y + weight * seconds
+        xx, xy = xx + weight * k * k, xy + weight * k * seconds
     spread = n * xx - x * x
     rise = max((n * xy - x * y) / spread, 0.0) if spread else 0.0
     return (y - rise * x) / n, rise
@@ -228,16 +216,14 @@ class Acceptance:
         return (accepted + TRUST * self.guesses[i] + hope) / (judged + TRUST + hope)
 
     def stopping(self, hope: float = 0.0) -> list[tuple[float, float]]:
-        """Tokens and drafts of a round that goes on behind drafts of the upper bins alone: of all bins, all but one, .. none."""
+        """Tokens and drafts of a round that goes on behind drafts of the upper bins alone: of none, of the highest, .. of all."""
         total, goes_on, holds = TRUST + sum(judged for judged, _ in self.bins), 0.0, 0.0
         sums = [(goes_on, holds)]
         for i in reversed(range(BINS)):
             share = (self.bins[i][0] + TRUST / BINS) / total
             goes_on, holds = goes_on + share, holds + share * self._chance(i, hope)
             sums.append((goes_on, holds))
-        return [
-            (1 + holds * _series(h), _series(g)) for g, h in sums
-        ]  # any draft may be the last: it holds as often as all
+        return [(1 + holds * _series(h), _series(g)) for g, h in sums]
 
     def fade(self, share: float) -> None:
         # a drafter's word holds longer than a text does
@@ -286,7 +272,7 @@ class DraftLength:
             None,
             0,
             0,
-        )  # of the plans that were compared, the best, compared anew in which round
+        )  # the plans that were compared, the best, the round of the next time
         self.plan, self.reason, self.best_rate = Plan("", [(0, None)] * n_rows), "fixed", 0.0
 
     def new_costs(self, n_rows: int) -> Costs:
@@ -379,11 +365,14 @@ class DraftLength:
             return
         k, part, offers = max(n_drafted), self.part(self.plan), dict(zip(rows, self.plan.offers))
         reading = k > 0 and part not in self.started  # its first round also reads the prompt, as prefill does
+        usual = 0.0
         if k and 0 in self.costs.verifying and self.round - self.accident >= FRESH:
             fixed, each = self.costs.line(part, self.plan.cost)
-            if verify_seconds + (0.0 if reading else draft_seconds) > ACCIDENT * (fixed + k * each):
-                self.accident, draft_seconds, verify_seconds = self.round, k * each, fixed
-        self.costs.learn(part, k, None if reading else draft_seconds, verify_seconds, self.round, self.plan.cost)
+            usual = fixed + k * each
+        if usual and verify_seconds + (0.0 if reading else draft_seconds) > ACCIDENT * usual:
+            self.accident, draft_seconds, verify_seconds = self.round, 0.0, usual
+        else:
+            self.costs.learn(part, k, None if reading else draft_seconds, verify_seconds, self.round, self.plan.cost)
         plain = self.costs.plain
         if reading:
             self.started.add(part)
