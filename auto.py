@@ -31,8 +31,8 @@ KEPT = 7  # measured rounds of each length that its cost is the median of
 LEARNT = 0.1  # how far a round moves the costs that the next request starts from: an accident moves them little
 DEAREST = 0.5  # plain rounds that they are at most, or what weights say: what looks dear must stay cheap enough to be tried again
 FRESH = 64  # rounds after which what was measured is old: the context has grown
-ACCIDENT = 4.0  # times what a round should take: once in FRESH rounds that is put down to the machine, and forgotten
-HOPE = 1.0  # accepted drafts credited to each plan where plans are compared: what nobody tried stays attractive
+ACCIDENT = 4.0  # times what a round should take: once in a request that is put down to the machine, and forgotten
+HOPE = 1.0  # accepted drafts credited at each place where plans are compared, two to a bin: what nobody tried stays attractive
 BINS = 5  # of the drafter's confidence
 GREEDY, SAMPLED = 1.0, 0.45  # share of its log-odds that adds to those of acceptance (LOG.md: what confidence is worth)
 
@@ -267,7 +267,7 @@ class DraftLength:
         self.known, self.slope = {} if known is None else known, slope
         self.costs, self.n_rows, self.round = self.new_costs(n_rows), n_rows, 0
         self.started: set[int] = set()  # parts that have drafted
-        self.accident = -FRESH  # in which round
+        self.accident = False  # whether there was one
         self.offers, self.found, self.due = (
             None,
             0,
@@ -322,7 +322,14 @@ class DraftLength:
         offers = [plan.offers for plan in plans]
         if offers != self.offers or self.round >= self.due:
             self.offers, self.due = offers, self.round + 3
-            self.found = max(range(len(plans)), key=lambda i: self.best(rows, plans[i], HOPE)) if len(plans) > 1 else 0
+            self.found, least = 0, self.lengths[1]
+            for hope in (
+                (HOPE, 0.0) if len(plans) > 1 else ()
+            ):  # one that hope alone speaks for must hide none that pays
+                self.found = max(range(len(plans)), key=lambda i: self.best(rows, plans[i], hope))
+                plan = plans[self.found]
+                if self.best(rows, plan)[0] > len(rows) / self.costs.plain and self.affords(rows, plan, least, GRACE):
+                    break
         return plans[self.found]
 
     def best(self, rows: list[int], plan: Plan, hope: float = 0.0) -> tuple[float, int]:
@@ -366,11 +373,11 @@ class DraftLength:
         k, part, offers = max(n_drafted), self.part(self.plan), dict(zip(rows, self.plan.offers))
         reading = k > 0 and part not in self.started  # its first round also reads the prompt, as prefill does
         usual = 0.0
-        if k and 0 in self.costs.verifying and self.round - self.accident >= FRESH:
+        if k and 0 in self.costs.verifying and not self.accident:
             fixed, each = self.costs.line(part, self.plan.cost)
             usual = fixed + k * each
         if usual and verify_seconds + (0.0 if reading else draft_seconds) > ACCIDENT * usual:
-            self.accident, draft_seconds, verify_seconds = self.round, 0.0, usual
+            self.accident, draft_seconds, verify_seconds = True, 0.0, usual
         else:
             self.costs.learn(part, k, None if reading else draft_seconds, verify_seconds, self.round, self.plan.cost)
         plain = self.costs.plain

@@ -131,7 +131,7 @@ class Depths:
         """
         going, hidden = rows, self.embed(rows, tokens)
         for segment in range(self.n_segments) if only is None else (only,):
-            hidden = self.run(going, segment, hidden) if only is None else self.run(going, 0, hidden, only + 1)
+            hidden = self.run(going, segment if only is None else 0, hidden, segment + 1)
             logits, sure = ask(segment, going, hidden)
             if logits is None or not any(sure):
                 continue

@@ -122,7 +122,7 @@ def _words(seeds: torch.Tensor, index: torch.Tensor, stream: int, rounds: torch.
 
 def accept_uniform(seeds: torch.Tensor, index: torch.Tensor, rounds: torch.Tensor) -> torch.Tensor:
     """The uniform (N,) float32 in [0, 1) that decides whether the draft at `index` is accepted; never 1."""
-    rows = zip(index.tolist(), rounds.tolist(), seeds.tolist())
+    rows = zip(index.tolist(), rounds.tolist(), seeds.tolist(), strict=True)
     words = [philox(0, at, ACCEPT, n, seed & _MASK, seed >> 32 & _MASK)[0] for at, n, seed in rows]
     uniform = torch.tensor([word * 2.0**-32 for word in words], dtype=torch.float32, device=seeds.device)
     return uniform.clamp_(max=1.0 - 2.0**-24)

@@ -501,7 +501,7 @@ def print_lines(session: Session, runs: dict) -> None:
             name, k, speed = predict(plans)
             expected = f"{speed:.2f} times plain from {name} with {k} drafts a round" if k else "no gain from drafts"
             if plans:
-                print(f"cost model: {expected}, by stored acceptance and weights read")
+                print(f"cost model: {expected}, before anything was measured")
 
 
 def n_same(a: Generation, b: Generation) -> int:

@@ -236,9 +236,8 @@ class ExitDrafter:
             found.append(Plan(f"exit {exit_layer}", [(part, None)] * len(rows), True, *known))
         if len(found) > 1:
             # what leaves early is sure: right about as often as the deepest exit, at a cost between theirs
-            prior, cost = found[-1].prior, sum(plan.cost for plan in found) / len(found)
-            offers = [(len(found), None)] * len(rows)
-            found.append(found[0]._replace(name="exits", offers=offers, prior=prior, cost=cost))
+            cost, offers = sum(plan.cost for plan in found) / len(found), [(len(found), None)] * len(rows)
+            found.append(found[-1]._replace(name="exits", offers=offers, cost=cost))
         return found
 
     def follow(self, offers: dict[int, tuple | None]) -> None:
@@ -530,7 +529,8 @@ class SpeculativeStep:
             stats.verify_seconds += verified_at - drafted_at
             stats.add_reason("kill switch" if cap == 0 else self.lengths.reason, wanted[i], n_drafted[i])
         times = drafted_at - began, verified_at - drafted_at
-        self.lengths.learn(rows, n_drafted, n_accepted, *times, batch.sampler.confidences)
+        if cap != 0:  # a round that was not asked for teaches nothing
+            self.lengths.learn(rows, n_drafted, n_accepted, *times, batch.sampler.confidences)
         return blocks
 
     def _draft(self, batch: Batch, rows: list[int], asked: list[int]):

@@ -289,7 +289,7 @@ def test_auto_says_whether_drafting_paid(folder, capsys, monkeypatch):
         if draft == "ngram":  # of which no cost model knows how often it finds something
             last = expected
         else:
-            form = r"cost model: (no gain from drafts|[\d.]+ times plain from exits?( \d)? with \d drafts a round), by stored acceptance and weights read"
+            form = r"cost model: (no gain from drafts|[\d.]+ times plain from exits?( \d)? with \d drafts a round), before anything was measured"
             assert re.fullmatch(form, expected), expected
         line = rf"auto: {draft} drafted in (\d+) of (\d+) rounds, as \d+ of \d+ drafts were accepted; rounds by reason: (.+)"
         n_drafting, n_rounds, whys = re.fullmatch(line, last).groups()
