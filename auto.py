@@ -319,16 +319,16 @@ class DraftLength:
 
     def favourite(self, rows: list[int], plans: list[Plan]) -> Plan:
         """The plan that promises most, with hope: looked for every few rounds, as that takes time, and where offers changed."""
+        if len(plans) == 1:
+            return plans[0]
         offers = [plan.offers for plan in plans]
         if offers != self.offers or self.round >= self.due:
             self.offers, self.due = offers, self.round + 3
-            self.found, least = 0, self.lengths[1]
-            for hope in (
-                (HOPE, 0.0) if len(plans) > 1 else ()
-            ):  # one that hope alone speaks for must hide none that pays
-                self.found = max(range(len(plans)), key=lambda i: self.best(rows, plans[i], hope))
-                plan = plans[self.found]
-                if self.best(rows, plan)[0] > len(rows) / self.costs.plain and self.affords(rows, plan, least, GRACE):
+            k, plain_rate = self.lengths[1], len(rows) / self.costs.plain
+            able = [i for i, plan in enumerate(plans) if self.affords(rows, plan, k, GRACE)] or range(len(plans))
+            for hope in (HOPE, 0.0):  # a plan that hope alone speaks for must hide none that pays
+                self.found = max(able, key=lambda i: self.best(rows, plans[i], hope))
+                if self.best(rows, plans[self.found])[0] > plain_rate:
                     break
         return plans[self.found]
 

@@ -139,6 +139,15 @@ def test_a_plan_that_only_hope_speaks_for_hides_none_that_pays():
     assert drafted[0] == "b" and drafted.count("a") > 40
 
 
+def test_a_plan_that_the_account_cannot_pay_hides_none_that_it_can():
+    cheap, dear = Plan("cheap", [(0, None)], prior=0.6), Plan("dear", [(1, None)], prior=0.97)
+    for slack, chosen in ((5.0, dear), (0.8, cheap)):
+        length = with_costs(1.0, 0.3)
+        length.costs.lines[1] = 1.0, 0.5
+        length.account[0] = auto.GRACE - slack
+        assert length.favourite([0], [dear, cheap]) is chosen
+
+
 def test_stopping_by_confidence_counts_in_what_a_plan_promises():
     """Sure drafts hold and others fall: more is expected of a plan that may stop than of any fixed length."""
     length = with_costs(1.0, 0.3)
