@@ -139,13 +139,21 @@ def test_a_plan_that_only_hope_speaks_for_hides_none_that_pays():
     assert drafted[0] == "b" and drafted.count("a") > 40
 
 
-def test_a_plan_that_the_account_cannot_pay_hides_none_that_it_can():
+def test_a_plan_that_is_too_dear_or_only_hoped_for_hides_none_that_pays():
     cheap, dear = Plan("cheap", [(0, None)], prior=0.6), Plan("dear", [(1, None)], prior=0.97)
     for slack, chosen in ((5.0, dear), (0.8, cheap)):
         length = with_costs(1.0, 0.3)
         length.costs.lines[1] = 1.0, 0.5
         length.account[0] = auto.GRACE - slack
         assert length.favourite([0], [dear, cheap]) is chosen
+    known, hoped = (
+        Plan("known", [(0, None)], prior=0.51, belief=1e3),
+        Plan("hoped", [(1, None)], prior=0.45, belief=0.5),
+    )
+    length = with_costs(1.0, 0.3)
+    length.costs.lines[1] = 1.0, 0.6
+    assert length.best([0], hoped, auto.HOPE) > length.best([0], known, auto.HOPE) and length.best([0], hoped)[0] < 1
+    assert length.favourite([0], [hoped, known]) is known
 
 
 def test_stopping_by_confidence_counts_in_what_a_plan_promises():
