@@ -532,6 +532,23 @@ def test_a_chain_asks_each_drafter_for_the_rows_that_are_its_own():
     assert laws.argmax(-1)[:3].tolist() == tokens[:3].tolist() and torch.equal(laws[:3].exp().sum(-1), torch.ones(3, 2))
 
 
+def test_rounds_under_the_kill_switch_teach_nothing(monkeypatch):
+    model, drafter, taught = tiny_model(), NGramDrafter(), []
+    monkeypatch.setattr(DraftLength, "learn", lambda *how: taught.append(how))
+    for plain in ("1", "0"):
+        monkeypatch.setenv("NANOSPEC_PLAIN", plain)
+        speculative_generate(model, drafter, [[1, 2, 3]], SamplingParams(5, 0.0), "auto")
+        assert len(taught) == (0 if plain == "1" else 5)
+
+
+def test_what_is_drawn_is_expected_to_repeat_itself_less():
+    priors = []
+    for temperature in (0.0, 1.0, 0.0):
+        speculative_generate(tiny_model(), drafter := NGramDrafter(), [[1, 2]], SamplingParams(2, temperature), "auto")
+        priors.append(drafter.plans([0])[0].prior)
+    assert priors[0] == priors[2] > priors[1]
+
+
 def test_the_better_of_two_drafters_is_found(monkeypatch):
     """Whichever stands first, and where the good one turns bad half-way."""
     model, sampling = tiny_model(block_size=256), SamplingParams(200, 0.0)
