@@ -268,11 +268,8 @@ class DraftLength:
         self.costs, self.n_rows, self.round = self.new_costs(n_rows), n_rows, 0
         self.started: set[int] = set()  # parts that have drafted
         self.accident = False  # whether there was one
-        self.offers, self.found, self.due = (
-            None,
-            0,
-            0,
-        )  # the plans that were compared, the best, the round of the next time
+        self.offers: list | None = None  # of the plans that were compared
+        self.found, self.due = 0, 0  # which was best, and in which round they are compared again
         self.plan, self.reason, self.best_rate = Plan("", [(0, None)] * n_rows), "fixed", 0.0
 
     def new_costs(self, n_rows: int) -> Costs:
@@ -302,7 +299,7 @@ class DraftLength:
         best, k = self.best(rows, plan)
         self.best_rate = max(best, plain_rate)
         if best <= plain_rate:
-            k = next(k for k in self.lengths if k)
+            k = self.lengths[1]
             return (k, plan, "probe") if self.affords(rows, plan, k, grace=0.0) else (0, plan, "not worth it")
         # a plain round costs what drafting would have gained: the less that is, the oftener the comparison is made
         if self.round - costs.measured[0] > min(8 + 100 * (best / plain_rate - 1), FRESH):

@@ -626,9 +626,9 @@ class SpeculativeRounds(RoundStep):
         blocks = super().__call__(batch, rows, cap)
         began, self.read_at = self.read_at, time.perf_counter()
         accepted = [block.sources.count("draft") for block in blocks]
-        # what of the time was drafting no host sees
-        self.lengths.learn(rows, [block.n_drafted for block in blocks], accepted, 0.0, self.read_at - began)
         reason, width = self.whys.popleft()
+        if reason != "kill switch":  # what of the time was drafting no host sees
+            self.lengths.learn(rows, [block.n_drafted for block in blocks], accepted, 0.0, self.read_at - began)
         for row, block in zip(rows, blocks):
             batch.generations[row].stats.add_reason(reason, width, block.n_drafted)
             if self.width > 0 and self.apart and len(batch.tokens[row]) > self.drafter.capacity and batch.room(row) > 1:

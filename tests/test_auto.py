@@ -12,10 +12,19 @@ from helpers import Tables, chi_square_p, sample_size, tiny_model
 import auto
 import speculative
 from auto import Acceptance, Costs, DraftLength, Plan, passes, predict, solve, speedup, weights_read
-from decode import SamplingParams, generate
+from decode import SamplingParams, generate, run_loop
 from distill import new_draft_head
 from early_exit import Depths
-from speculative import ChainDrafter, ExitDrafter, HeadDrafter, ModelDrafter, NGramDrafter, speculative_generate
+from speculative import (
+    ChainDrafter,
+    ExitDrafter,
+    HeadDrafter,
+    ModelDrafter,
+    NGramDrafter,
+    SpeculativeRounds,
+    SpeculativeStep,
+    speculative_generate,
+)
 
 CHANCES = {
     "random": lambda rng, t, n: rng.random() < 0.02,
@@ -532,12 +541,16 @@ def test_a_chain_asks_each_drafter_for_the_rows_that_are_its_own():
     assert laws.argmax(-1)[:3].tolist() == tokens[:3].tolist() and torch.equal(laws[:3].exp().sum(-1), torch.ones(3, 2))
 
 
-def test_rounds_under_the_kill_switch_teach_nothing(monkeypatch):
-    model, drafter, taught = tiny_model(), NGramDrafter(), []
+@pytest.mark.parametrize("step", [SpeculativeStep, SpeculativeRounds])
+def test_rounds_under_the_kill_switch_teach_nothing(step, monkeypatch):
+    """Led by the host, and by the device (of which this is the reference)."""
+    model, taught = tiny_model(), []
     monkeypatch.setattr(DraftLength, "learn", lambda *how: taught.append(how))
     for plain in ("1", "0"):
         monkeypatch.setenv("NANOSPEC_PLAIN", plain)
-        speculative_generate(model, drafter, [[1, 2, 3]], SamplingParams(5, 0.0), "auto")
+        run_loop(
+            model, [[1, 2, 3]], SamplingParams(5, 0.0), step(ModelDrafter(tiny_model(seed=2)), "auto", "rejection")
+        )
         assert len(taught) == (0 if plain == "1" else 5)
 
 
